@@ -240,6 +240,12 @@ def test_figures_of_llama_cpp() -> None:
         peers.parse_llama("", "error: no model", prompt, 12)
 
 
+def test_a_longer_answer_is_no_other_one() -> None:
+    assert [peers.differ(*pair) for pair in (("ab", "ab"), ("ab", "abc"), ("abc", "ab"), ("abc", "abd"))] == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
 class OnePeer:
     """Twice as fast with speculation at one sequence, and with one other answer."""
 
