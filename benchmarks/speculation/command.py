@@ -4,6 +4,7 @@
     python -m benchmarks.speculation --quick                       small sizes, two minutes
     python -m benchmarks.speculation --only copying --batches 1 4  some of it
     python -m benchmarks.speculation --llamacpp build/peers/llama.cpp/bin --vllm    peers beside it
+    DISAGG_CPU_LEVEL=x86-64-v3 python -m benchmarks.speculation    as on a processor that has AVX2 alone
 
 copying_b<B>          copying work (copying.py), B sequences at a time
 chat_min              drawn chat, the least of all batches
