@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from disagg.proto.control import WorkerFailed, WorkerRejected, WorkerToController, WorkerWelcome
+from disagg.proto.control import WorkerFailed, WorkerRejected, WorkerStarting, WorkerToController, WorkerWelcome
 from disagg.proto.messages import WorkerInfo, decoder, encode
 from disagg.proto.services import CONTROLLER_SERVICE, REGISTER, SERVER_OPTIONS, service_and_method
 from tests.support.secret import SECRET
@@ -75,6 +75,8 @@ class Registry:
             if isinstance(message, WorkerFailed):
                 self._errors[message.worker_id] = message.error
                 self._changed.notify_all()
+                return
+            if isinstance(message, WorkerStarting):
                 return
             name = message.info.worker_id
             self._infos[name] = message.info
