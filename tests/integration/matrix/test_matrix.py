@@ -1,0 +1,105 @@
+"""Pairs of features change no token: each row combines some, and gives the tokens of a plain run.
+
+In continuous integration the rows are a covering array, in which each allowed pair of levels stands together; the slow
+test has a row for each pair alone. A row fails, too, where something that it names did not happen.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from disagg.client import AsyncClient
+from disagg.cluster.templates.templates import Templates
+from tests.integration.matrix.answers import Question, plain_answers
+from tests.integration.matrix.drills import Drill
+from tests.integration.matrix.factors import covering, name_of, pairs
+from tests.integration.matrix.fleet import PLAIN, Fleet, ranks_of, running_fleet, template_of, worker_config
+from tests.integration.matrix.front_end import open_front_end
+from tests.support.covering import Row
+from tests.support.tiny_models import make_checkpoint
+from tests.support.workers import wait_until_workers_idle
+
+COVERING = covering()
+PAIRS = pairs()
+CASES = [
+    *(pytest.param(row, id=name_of(row)) for row in COVERING),
+    *(pytest.param(row, id=f"pair-{name_of(row)}", marks=pytest.mark.slow) for row in PAIRS),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama3_rope", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def templates(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
+    with template_of(checkpoint, tmp_path_factory.mktemp("template")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, templates: Templates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running_fleet([worker_config(PLAIN, checkpoint)], tmp_path_factory.mktemp("plain"), templates) as fleet:
+        yield fleet
+
+
+class Fleets:
+    """The fleet of one shape at a time."""
+
+    def __init__(self, checkpoint: Path, templates: Templates, logs: Path) -> None:
+        self._checkpoint = checkpoint
+        self._templates = templates
+        self._logs = logs
+        self._stack = ExitStack()
+        self._running: dict[str, Fleet] = {}
+
+    def of(self, shape: str) -> Fleet:
+        """All of its workers run."""
+        if shape not in self._running:
+            self.close()
+            logs = Path(tempfile.mkdtemp(prefix=shape, dir=self._logs))
+            configs = [worker_config(name, self._checkpoint, tp) for name, tp in ranks_of(shape).items()]
+            self._running[shape] = self._stack.enter_context(running_fleet(configs, logs, self._templates))
+        self._running[shape].start()
+        return self._running[shape]
+
+    def close(self) -> None:
+        self._running.clear()
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def fleets(checkpoint: Path, templates: Templates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleets]:
+    found = Fleets(checkpoint, templates, tmp_path_factory.mktemp("workers"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="class")
+def case(request: pytest.FixtureRequest, fleets: Fleets) -> tuple[Row, Fleet]:
+    """A row and its workers. Of a wider scope than the test, which leaves them running."""
+    return request.param, fleets.of(request.param["ranks"])
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+async def test_a_row_gives_the_tokens_of_a_plain_run(case: tuple[Row, Fleet], plain: Fleet, checkpoint: Path) -> None:
+    row, fleet = case
+    await one_row(fleet, plain, checkpoint, Question(row, (COVERING + PAIRS).index(row)))
+
+
+async def one_row(fleet: Fleet, plain: Fleet, checkpoint: Path, question: Question) -> None:
+    """Ask the question of plain workers and of the others, and compare."""
+    async with open_front_end(list(plain.infos.values()), checkpoint) as front, AsyncClient(front.address) as client:
+        expected = await plain_answers(client, question)
+    async with open_front_end(list(fleet.infos.values()), checkpoint, expected.guardrails) as front:
+        drill = Drill(front, fleet, question, expected)
+        answers = await drill.run()
+    expected.check(answers)
+    drill.seen.check(question.row)
+    await wait_until_workers_idle([*fleet.running(), *plain.running()])
