@@ -15,6 +15,7 @@ from tests.support.gateway import write_checkpoint
 
 LONGEST = (
     "exactness",
+    "matrix",
     "ray_cluster",
     "ray_detached",
     "worker_faults",

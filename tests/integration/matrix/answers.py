@@ -21,7 +21,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 
 BLOCK = 16
 NUM_PREFIX, NUM_PROMPT = 4 * BLOCK, 5 * BLOCK + 5
-NUM_TOKENS, NUM_TOKENS_OF_RUNS = 170, 480
+NUM_TOKENS, NUM_TOKENS_OF_RUNS = 160, 480
 """Tokens of an answer; of one of which steps bring several at a time."""
 TIMEOUT_S = 60.0
 LOGPROB_TOLERANCE = 1e-3

@@ -1,8 +1,9 @@
 """The things that happen to an answer on its way, one after the other, and the proof that each one did.
 
-    warm ──> asked, steps are slow ──> P is killed ──> decodes ──> continued ──> swapped ──> moved ──> D is killed
+    warm ──> asked ──> P is killed ──> decodes ──> continued ──> swapped ──> moved ──> D is killed
 
-Each waits for what the one before it does, not for a time. Slow steps are there so that the answer does not end before.
+Each waits for what the one before it does, not for a time. Steps of decode workers are slow (`fleet.py`), so that the
+answer does not end before.
 """
 
 from __future__ import annotations
@@ -86,15 +87,12 @@ class Drill:
         self._front.avoid(OTHER_PREFILL)
         await self._warm()
         steps, accepted = self._num_decode_steps(), self._num_accepted()
-        self._fleet.slow_down("decode")
         answers = asyncio.create_task(self._ask())
         try:
             for stage in self._stages():
                 await _unless_ended(stage, answers)
         finally:
-            self._fleet.quicken("decode")
-            with suppress(asyncio.CancelledError):
-                got = await answers
+            got = await answers
         await eventually(lambda: not self._live(), "a request of the row does not end")
         num_tokens = self._expected.num_tokens(got)
         num_steps = await self._decode_steps_since(steps, num_tokens)

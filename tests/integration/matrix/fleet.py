@@ -27,8 +27,9 @@ NUM_DECODE_BLOCKS = 96
 CHUNK_TOKENS, RESERVE_TOKENS = 64, 16
 REPORT_IDLE_S = 0.05
 _TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
-_SLOW_MS = {"prefill": 2000, "decode": 20, "plain": 0}
-"""How long each step of a slow worker waits."""
+_SLOW_MS = {"prefill": 2000, "decode": 15, "plain": 0}
+"""How long each step waits: of decode workers always, so that one of many rows takes no longer than one of few and
+drafts are worth their rows; of prefill workers while one is to be killed in its step."""
 
 
 def worker_config(name: str, folder: Path, tp: int = 1) -> WorkerConfig:
@@ -66,12 +67,13 @@ class Fleet:
         self.children: list[Child] = []
         self.infos: dict[str, WorkerInfo] = {}
         self._killed: list[str] = []
-        for kind in _SLOW_MS:
+        for kind in ("prefill", "plain"):
             self.quicken(kind)
 
     def start(self) -> None:
         """Start all workers that do not run; returns when they listen."""
         names, self._killed = self._killed if self.infos else list(self._configs), []
+        self.quicken("decode")  # while it measures its steps
         for name in names:
             kind = name.partition("-")[0]
             self._registry.forget(name)
@@ -93,6 +95,7 @@ class Fleet:
                 )
             )
         self.infos |= zip(names, self._registry.wait(names), strict=True)
+        self.slow_down("decode")
 
     def kill(self, name: str) -> None:
         """End a worker without a word; `start` starts it again."""
