@@ -21,6 +21,7 @@ from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.waiting import LONG_WAIT_S
 
 PREFILLS, DECODES, PLAIN = ("prefill-0", "prefill-1"), ("decode-0", "decode-1"), "plain-0"
 NUM_DECODE_BLOCKS = 96
@@ -94,7 +95,7 @@ class Fleet:
                     self._templates,
                 )
             )
-        self.infos |= zip(names, self._registry.wait(names), strict=True)
+        self.infos |= zip(names, self._registry.wait(names, LONG_WAIT_S), strict=True)
         self.slow_down("decode")
 
     def kill(self, name: str) -> None:
