@@ -100,13 +100,13 @@ class Drill:
         self.seen.has_forced = num_steps < num_tokens * SHARE_OF_STEPS - self.seen.num_accepted
         return got
 
-    def _ask(self) -> Awaitable[list[Got]]:
+    async def _ask(self) -> list[Got]:
         if self._row["resumed"] == "events":
-            return self._stream.read()
-        return ask(self._front.address, self._question, self._expected)
+            return await self._stream.read()
+        return await ask(self._front.address, self._question, self._expected)
 
     def _stages(self) -> list[Callable[[], Awaitable[None]]]:
-        row, stages = self._row, []
+        row, stages = self._row, list[Callable[[], Awaitable[None]]]()
         if row["retry"] == "prefill":
             stages.append(self._kill_prefill)
         stages.append(self._decodes)

@@ -90,7 +90,7 @@ def case(request: pytest.FixtureRequest, fleets: Fleets) -> tuple[Row, Fleet]:
 @pytest.mark.parametrize("case", CASES, indirect=True)
 async def test_a_row_gives_the_tokens_of_a_plain_run(case: tuple[Row, Fleet], plain: Fleet, checkpoint: Path) -> None:
     row, fleet = case
-    await one_row(fleet, plain, checkpoint, Question(row, (COVERING + PAIRS).index(row)))
+    await one_row(fleet, plain, checkpoint, Question(row, [*COVERING, *PAIRS].index(dict(row))))
 
 
 async def one_row(fleet: Fleet, plain: Fleet, checkpoint: Path, question: Question) -> None:
