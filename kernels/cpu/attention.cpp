@@ -1,21 +1,22 @@
 // Paged decode attention, whose threads take pieces of contexts. Sizes and strides in elements.
 //
-// Decode attention reads the cache where it lies. A context is cut into pieces of about PIECE_TOKENS tokens, in whole blocks;
-// the last one is half to one and a half as long (a shorter context is one piece), however many threads there are. For each
-// piece there are two passes over its blocks: scores of all query heads (each K row is loaded once for up to four heads of a
-// group), softmax, then the weighted sums of V rows; all KV heads of a block in turn, because they lie together. The sums of
-// the pieces of a sequence are put together at the end, in order (flash decoding: https://pytorch.org/blog/flash-decoding).
-// Everything between load and store is fp32; where the processor multiplies bf16 pairs, both sums are of such products, added
-// in fp32: the weights are rounded to bf16 then, as in prefill, and subnormal numbers count as zero.
+// Decode attention reads the cache where it lies. Neighbouring rows of a call with the same blocks, such as several rows of one
+// sequence, meet what they share together, on one thread, so that it is read once. A context is cut into pieces (`order.h`),
+// however many threads there are. For each piece there are two passes over its blocks: scores of all query heads
+// (each K row is loaded once for up to four heads of a group), weights, then the weighted sums of V rows; all KV heads of a block in
+// turn, because they lie together. The pieces of a row are put together at the end, in order (flash
+// decoding: https://pytorch.org/blog/flash-decoding). Everything between load and store is fp32; where the processor multiplies
+// bf16 pairs, both sums are of such products, added in fp32: the weights are rounded to bf16 then, as in prefill, and subnormal
+// numbers count as zero.
 
 #include <algorithm>
 #include <atomic>
-#include <cfloat>
 #include <type_traits>
 #include <vector>
 
-#include "prefetch.h"
 #include "calls.h"
+#include "order.h"
+#include "prefetch.h"
 #include "rows.h"
 #include "scratch.h"
 #include "thread_pool.h"
@@ -23,8 +24,9 @@
 namespace disagg {
 namespace {
 
-constexpr int64_t PIECE_TOKENS = 256;
 constexpr int64_t AHEAD_BYTES = 8 << 10;
+constexpr int64_t MOST_ROWS = 16, SCORE_NUMBERS = 1 << 16;
+constexpr int64_t SCORES_STRIDE = PIECE_TOKENS + LANES;  // rows a power of two apart would share few sets of the cache
 
 // A cache of one layer: [num_blocks, K, B, D] with the inner [K, B, D] contiguous.
 struct Cache {
@@ -33,30 +35,6 @@ struct Cache {
     int64_t block_stride;
     int64_t num_blocks, num_kv_heads, block_size;
 };
-
-// Memory that is read as vectors is not written as floats by name: compilers may assume that they do not alias.
-inline void put(void* floats, int64_t i, float x) { std::memcpy(static_cast<char*>(floats) + i * sizeof x, &x, sizeof x); }
-
-// What a softmax divides by, and the score that it was taken from.
-struct Softmax {
-    float top, total;
-};
-
-// In place: `length` > 0 scores to e^(score - top), as numbers of type W. `stride` is a multiple of 16.
-template <class W>
-inline Softmax softmax(float* scores, int64_t length, int64_t stride) {
-    for (int64_t i = length; i < stride; ++i) put(scores, i, -INFINITY);
-    vf best = splat(-INFINITY);
-    for (int64_t i = 0; i < stride; i += LANES) best = max(load(scores + i), best);
-    const float top = max(best), finite = top > -FLT_MAX ? top : -FLT_MAX;  // one piece may have nothing but -inf
-    vf total = splat(0.0f);
-    for (int64_t i = 0; i < stride; i += LANES) {
-        const vf weight = exp(load(scores + i) - splat(finite));
-        store(reinterpret_cast<W*>(scores) + i, weight);  // never past what was read
-        total += weight;
-    }
-    return {top, sum(total)};
-}
 
 struct Decode {
     int32_t is_bf16;
@@ -71,37 +49,93 @@ struct Decode {
     void* out;
 };
 
-// Part of a sequence's context: whole blocks, but for the last one.
+// A piece of the contexts of neighbouring rows that have the same blocks there.
 struct Piece {
-    int64_t seq;
-    const int32_t* blocks;
-    int64_t num_blocks, num_tokens;
+    int64_t neighbours;         // its index in `Plan::neighbours`
+    int64_t row, num_rows;
+    int64_t start;              // the tokens from `start` on
+    int64_t longest;            // the row that sees most of them
+    int64_t num_tokens, least;  // of that row, and of the one that sees least
 };
 
-void cut(const Decode& args, std::vector<Piece>& pieces) {
-    const int64_t block_size = args.cache.block_size;
-    const int64_t usual = block_size < PIECE_TOKENS ? PIECE_TOKENS / block_size * block_size : block_size;
-    pieces.clear();
-    for (int64_t s = 0; s < args.num_seqs; ++s)
-        for (int64_t first = 0; first < args.lengths[s];) {
-            const int64_t left = args.lengths[s] - first, num_tokens = 2 * left < 3 * usual ? left : usual;
-            const int32_t* blocks = args.tables + s * args.table_stride + first / block_size;
-            pieces.push_back({s, blocks, (num_tokens + block_size - 1) / block_size, num_tokens});
-            first += num_tokens;
-        }
+// Rows from `first` to `end` that may meet in pieces.
+struct Neighbours {
+    int64_t first, end, num_pieces;
+};
+
+inline int64_t tokens_from(const Decode& args, int64_t row, int64_t start) {
+    return std::min<int64_t>(args.lengths[row] - start, PIECE_TOKENS);
 }
 
-// What a piece leaves, in vectors: top and total of each query head, then their weighted sums.
-template <int DIM>
+// Whether both rows have the same blocks in what both see of the piece that begins at `start`.
+bool have_same_blocks(const Decode& args, int64_t a, int64_t b, int64_t start) {
+    const int64_t end = start + std::min(tokens_from(args, a, start), tokens_from(args, b, start)), size = args.cache.block_size;
+    const int32_t *first = args.tables + a * args.table_stride, *second = args.tables + b * args.table_stride;
+    return end > start && std::equal(first + start / size, first + (end + size - 1) / size, second + start / size);
+}
+
+// What a call computes, in the order of the contexts.
+struct Plan {
+    struct Place {
+        int64_t piece, row;  // the row's index in the piece
+    };
+
+    std::vector<Piece> pieces;
+    std::vector<Neighbours> neighbours;
+    std::vector<int64_t> first_place;  // of each row
+    std::vector<Place> places;         // of each row and piece
+
+    // At most `most_rows` rows meet in a piece.
+    void make(const Decode& args, int64_t most_rows) {
+        pieces.clear();
+        neighbours.clear();
+        first_place.assign(1, 0);
+        for (int64_t s = 0; s < args.num_seqs; ++s)
+            first_place.push_back(first_place[s] + (args.lengths[s] + PIECE_TOKENS - 1) / PIECE_TOKENS);
+        places.resize(first_place.back());
+        for (int64_t first = 0, end = 0; first < args.num_seqs; first = end) {
+            int64_t longest = args.lengths[first];
+            for (end = first + 1; end < args.num_seqs && end < first + most_rows && have_same_blocks(args, end - 1, end, 0); ++end)
+                longest = std::max<int64_t>(longest, args.lengths[end]);
+            neighbours.push_back({first, end, 0});
+            for (int64_t start = 0; start < longest; start += PIECE_TOKENS)
+                for (int64_t row = first; row < end; ++row)
+                    if (args.lengths[row] > start) row = add(args, row, end, start);
+        }
+    }
+
+   private:
+    // The piece of the rows from `row` on that begins at `start`; returns the last one of them.
+    int64_t add(const Decode& args, int64_t row, int64_t end, int64_t start) {
+        const int64_t seen = tokens_from(args, row, start);
+        Piece piece{static_cast<int64_t>(neighbours.size()) - 1, row, 0, start, row, seen, seen};
+        for (; row < end && have_same_blocks(args, piece.longest, row, start); ++row, ++piece.num_rows) {
+            const int64_t tokens = tokens_from(args, row, start);
+            piece.least = std::min(piece.least, tokens);
+            if (tokens > piece.num_tokens) piece.longest = row, piece.num_tokens = tokens;
+            places[first_place[row] + start / PIECE_TOKENS] = {static_cast<int64_t>(pieces.size()), piece.num_rows};
+        }
+        pieces.push_back(piece);
+        ++neighbours.back().num_pieces;
+        return row - 1;
+    }
+};
+
+// What a piece leaves, in vectors: for each row the tops and the totals of its query heads, then the sums of values, for each
+// KV head those of all rows.
+template <class T, int DIM>
 struct Partial {
+    static constexpr int VECS = Rows<T, DIM>::VECS;
     vf* at;
-    int64_t num_heads;
+    int64_t num_heads, num_rows;
+
     int64_t head_vecs() const { return (num_heads + LANES - 1) / LANES; }
-    int64_t size() const { return 2 * head_vecs() + num_heads * Shape<DIM>::VECS; }
-    vf* tops() const { return at; }
-    vf* totals() const { return at + head_vecs(); }
-    vf (*sums() const)[Shape<DIM>::VECS] { return reinterpret_cast<vf(*)[Shape<DIM>::VECS]>(at + 2 * head_vecs()); }
-    Partial piece(int64_t i) const { return {at + i * size(), num_heads}; }
+    int64_t size() const { return num_rows * (2 * head_vecs() + num_heads * VECS); }
+    vf* tops(int64_t row) const { return at + row * head_vecs(); }
+    vf* totals(int64_t row) const { return at + (num_rows + row) * head_vecs(); }
+    vf (*sums() const)[VECS] { return reinterpret_cast<vf(*)[VECS]>(at + 2 * num_rows * head_vecs()); }
+    // The sums of the first query head of a KV head.
+    vf (*sums(int64_t kv_head, int64_t row, int64_t group) const)[VECS] { return sums() + (kv_head * num_rows + row) * group; }
 };
 
 // The rows of each KV head in each block of a piece, first the keys, then the values, and then the keys of the piece that
@@ -109,151 +143,262 @@ struct Partial {
 template <class T>
 class Chunks {
    public:
-    Chunks(const Decode& args, const Piece& piece, const Piece& following)
-        : cache_(args.cache), dim_(args.dim), piece_(&piece), following_(&following) {}
+    Chunks(const Decode& args, const Piece& piece, const Piece& following) : args_(args), piece_(&piece), following_(&following) {
+        begin();
+    }
 
     // Whether the next rows are of a block that does not follow the one before it, or of the first one of a pass.
-    bool is_jump() const { return block_ == 0 || piece_->blocks[block_] != piece_->blocks[block_ - 1] + 1; }
+    bool is_jump() const { return block_ == first_ || blocks_[block_] != blocks_[block_ - 1] + 1; }
 
     const T* next() {
-        const auto* base = static_cast<const T*>(at_values_ ? cache_.values : cache_.keys);
-        const T* rows = base + piece_->blocks[block_] * cache_.block_stride + head_ * cache_.block_size * dim_;
-        if (++head_ < cache_.num_kv_heads) return rows;
+        const Cache& cache = args_.cache;
+        const auto* base = static_cast<const T*>(at_values_ ? cache.values : cache.keys);
+        const int64_t skipped = std::max<int64_t>(piece_->start - block_ * cache.block_size, 0);
+        const T* rows = base + blocks_[block_] * cache.block_stride + (head_ * cache.block_size + skipped) * args_.dim;
+        if (++head_ < cache.num_kv_heads) return rows;
         head_ = 0;
-        if (++block_ < piece_->num_blocks) return rows;
-        block_ = 0;
+        if (++block_ * cache.block_size < piece_->start + piece_->num_tokens) return rows;
         if (at_values_) piece_ = following_;
         at_values_ = !at_values_;
+        begin();
         return rows;
     }
 
    private:
-    const Cache cache_;
-    const int64_t dim_;
+    void begin() {
+        blocks_ = args_.tables + piece_->longest * args_.table_stride;
+        block_ = first_ = piece_->start / args_.cache.block_size;
+    }
+
+    const Decode& args_;
     const Piece *piece_, *following_;
-    int64_t block_ = 0, head_ = 0;
+    const int32_t* blocks_ = nullptr;
+    int64_t block_ = 0, first_ = 0, head_ = 0;
     bool at_values_ = false;
 };
 
-// `body(heads, first)` on tiles of query heads, as many as there are registers for.
-template <int DIM, class Body>
-void in_tiles(int64_t num_heads, Body body) {
-    constexpr int TILE = DIM && DIM <= 64 ? 4 : 2;
-    for (int64_t first = 0; first < num_heads;) {
-        const int64_t left = num_heads - first;
-        const auto take = [&](auto heads) {
-            body(heads, first);
-            first += heads();
-        };
-        if (left >= TILE)
-            take(std::integral_constant<int, TILE>{});
-        else if (TILE > 2 && left == 3)
-            take(std::integral_constant<int, TILE - 1>{});
-        else if (TILE > 2 && left == 2)
-            take(std::integral_constant<int, 2>{});
-        else
-            take(std::integral_constant<int, 1>{});
-    }
+// `body(count, first)` on tiles of up to MOST of `num` heads, nearly equal shares.
+template <int MOST, class Body>
+[[gnu::always_inline]] inline void in_tiles(int64_t num, Body body) {
+    const auto tile = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
+        with_constant<MOST>(end - first, [&](auto count) __attribute__((always_inline)) { body(count, first); });
+    };
+    if (num <= MOST) return tile(0, num);
+    const int64_t tiles = (num + MOST - 1) / MOST;
+    for (int64_t t = 0; t < tiles; ++t) tile(t * num / tiles, (t + 1) * num / tiles);
 }
 
-// All query heads of one piece; `following` is the piece that this thread probably takes then.
+// Attention of the rows of one piece; `following` is the piece that this thread probably takes then.
 template <class T, int DIM>
-void attend(const Decode& args, const Piece& piece, const Piece& following, Partial<DIM> out) {
-    constexpr int VECS = Shape<DIM>::VECS;
+class Attend {
     using RowOps = Rows<T, DIM>;
     using Weight = typename RowOps::Weight;
-    using Query = vf[VECS];
-    static thread_local std::vector<vf> queries, lines;
-    const int64_t num_heads = args.num_heads, group = num_heads / args.cache.num_kv_heads;
-    const Shape<DIM> shape{static_cast<int>(args.dim)};
-    // a short run of rows writes 16 scores, and the next run, or the softmax, writes over those past its end
-    const int64_t stride = (piece.num_tokens + 2 * LANES - 1) / LANES * LANES;
-    const auto query = reinterpret_cast<Query*>(at_least(queries, num_heads * VECS));
-    const auto scores = reinterpret_cast<float*>(at_least(lines, num_heads * stride / LANES));
-    const T* q = static_cast<const T*>(args.q) + piece.seq * args.q_stride_seq;
-    for (int64_t n = 0; n < num_heads; ++n) RowOps::load_query(q + n * args.q_stride_head, shape, query[n]);
+    static constexpr int UNITS = DIM * sizeof(T) % UNIT_BYTES ? 0 : DIM * sizeof(T) / UNIT_BYTES;
+    static constexpr int SCORE_TILE = SUM_REGISTERS >= 24 ? 4 : 2, VALUE_TILE = DIM && DIM <= 64 ? 4 : 2, WEIGH_TILE = 4;
 
-    Chunks<T> chunks(args, piece, following), ahead(args, piece, following);
-    const int64_t block_size = args.cache.block_size, row_bytes = args.dim * static_cast<int64_t>(sizeof(T));
-    const int64_t chunk_bytes = block_size * row_bytes, run_bytes = std::min<int64_t>(block_size, LANES) * row_bytes;
-    for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead.next();
-    // `visit(rows, token, count, heads, n)` for runs of rows, and heads from n on which meet them. Before each run all rows of
-    // another one, ahead of it, are prefetched. Where lines go into the first-level cache, adjacent blocks are left to the
-    // hardware prefetcher, which detects the sequence of the reads.
-    const auto walk = [&](auto visit) {
-        for (int64_t first = 0; first < piece.num_tokens; first += block_size)
-            for (int64_t n = 0; n < num_heads; n += group) {
-                const bool prefetches = PREFETCH_INTO_L2 || ahead.is_jump();
-                const T *rows = chunks.next(), *later = ahead.next();
-                const int64_t left = piece.num_tokens - first;
-                const int64_t count = std::min(left, block_size);
+   public:
+    Attend(const Decode& args, const Piece& piece, const Piece& following, Partial<T, DIM> out)
+        : args_(args),
+          piece_(piece),
+          out_(out),
+          shape_{static_cast<int>(args.dim)},
+          group_(args.num_heads / args.cache.num_kv_heads),
+          chunks_(args, piece, following),
+          ahead_(args, piece, following) {
+        const int64_t chunk_bytes = args.cache.block_size * args.dim * static_cast<int64_t>(sizeof(T));
+        for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead_.next();
+    }
+
+    void run() {
+        load_queries();
+        walk(args_.cache.keys, UNIT_BYTES, [&](int64_t kv_head, const T* rows, int64_t row_bytes, int64_t token, int) {
+            in_tiles<SCORE_TILE>(piece_.num_rows * group_, [&](auto heads, int64_t n) __attribute__((always_inline)) {
+                const int64_t at = place(kv_head, 0, n);
+                score<T, heads(), UNITS>(queries_ + at * query_registers_, query_registers_, num_units_, rows, row_bytes,
+                                         scores_ + at * SCORES_STRIDE + token, SCORES_STRIDE);
+            });
+        });
+        for (int64_t r = 0; r < piece_.num_rows; ++r) weigh_row(r);
+        std::fill_n(out_.sums()[0], piece_.num_rows * args_.num_heads * RowOps::VECS, splat(0.0f));
+        walk(args_.cache.values, sizeof(T), [&](int64_t kv_head, const T* rows, int64_t, int64_t token, int count) {
+            if (piece_.num_rows == 1 || token + LANES <= piece_.least)
+                return add(kv_head, 0, piece_.num_rows, rows, token, count);
+            for (int64_t r = 0; r < piece_.num_rows; ++r)
+                if (const int64_t seen = tokens_from(args_, piece_.row + r, piece_.start) - token; seen > 0)
+                    add(kv_head, r, 1, rows, token, static_cast<int>(std::min<int64_t>(seen, LANES)));
+        });
+    }
+
+   private:
+    void load_queries() {
+        static thread_local std::vector<vf> queries;
+        static thread_local std::vector<vf> scores;
+        const int64_t num_queries = args_.num_heads * piece_.num_rows, row_bytes = args_.dim * static_cast<int64_t>(sizeof(T));
+        num_units_ = static_cast<int>(round_up(row_bytes, UNIT_BYTES) / UNIT_BYTES);
+        query_registers_ = num_units_ * QUERY_REGISTERS<T>;
+        queries_ = reinterpret_cast<vr*>(at_least(queries, (num_queries * query_registers_ + REGISTERS - 1) / REGISTERS));
+        scores_ = reinterpret_cast<float*>(at_least(scores, num_queries * SCORES_STRIDE / LANES));
+        T padded[MAX_HEAD_DIM] = {};
+        for (int64_t r = 0; r < piece_.num_rows; ++r)
+            for (int64_t n = 0; n < args_.num_heads; ++n) {
+                const T* q = static_cast<const T*>(args_.q) + (piece_.row + r) * args_.q_stride_seq + n * args_.q_stride_head;
+                if (row_bytes % UNIT_BYTES) q = std::copy_n(q, args_.dim, padded) - args_.dim;
+                load_query(q, num_units_, queries_ + place(n / group_, r, n % group_) * query_registers_);
+            }
+    }
+
+    // Where a query head is among those of the piece: for each KV head those of all rows.
+    int64_t place(int64_t kv_head, int64_t row, int64_t head) const { return (kv_head * piece_.num_rows + row) * group_ + head; }
+
+    void weigh_row(int64_t r) {
+        const int64_t seen = tokens_from(args_, piece_.row + r, piece_.start);
+        const int64_t run = piece_.num_rows == 1 ? args_.num_heads : group_;  // heads side by side
+        for (int64_t first = 0; first < args_.num_heads; first += run)
+            in_tiles<WEIGH_TILE>(run, [&](auto heads, int64_t n) {
+                const int64_t head = first + n, at = place(head / group_, r, head % group_);
+                weigh<Weight, heads()>(scores_ + at * SCORES_STRIDE, SCORES_STRIDE, seen, 0, args_.scale,
+                                       reinterpret_cast<float*>(out_.tops(r)) + head, reinterpret_cast<float*>(out_.totals(r)) + head);
+            });
+    }
+
+    // `count` tokens to the sums of the query heads of a KV head in `num_rows` rows.
+    void add(int64_t kv_head, int64_t row, int64_t num_rows, const T* rows, int64_t token, int count) {
+        constexpr int64_t WEIGHTS_STRIDE = SCORES_STRIDE * sizeof(float) / sizeof(Weight);
+        in_tiles<VALUE_TILE>(num_rows * group_, [&](auto heads, int64_t n) __attribute__((always_inline)) {
+            const int64_t at = place(kv_head, row, n);
+            const auto* weights = reinterpret_cast<const Weight*>(scores_) + at * WEIGHTS_STRIDE + token;
+            RowOps::template add<heads()>(out_.sums() + at, shape_, rows, count, weights, WEIGHTS_STRIDE);
+        });
+    }
+
+    // `visit(kv_head, rows, row_bytes, token, count)` for runs of up to sixteen rows of a plane of the cache, `row_bytes` apart: a
+    // multiple of `unit`. Before each run all rows of another one, ahead of it, are prefetched. Where lines go into the first-level
+    // cache, adjacent blocks are left to the hardware prefetcher, which detects the sequence of the reads.
+    template <class Visit>
+    void walk(const void* plane, int64_t unit, Visit visit) {
+        const int64_t block_size = args_.cache.block_size, row_bytes = shape_.dim * static_cast<int64_t>(sizeof(T));
+        if (block_size % LANES || row_bytes % UNIT_BYTES) return walk_copies(plane, round_up(row_bytes, unit), visit);
+        const int64_t end = piece_.start + piece_.num_tokens;
+        int64_t block_end = piece_.start / block_size * block_size + block_size;
+        for (int64_t first = piece_.start; first < end; first = block_end, block_end += block_size) {
+            const int64_t count = std::min(block_end, end) - first;
+            for (int64_t kv_head = 0; kv_head < args_.cache.num_kv_heads; ++kv_head) {
+                const bool prefetches = PREFETCH_INTO_L2 || ahead_.is_jump();
+                const T *rows = chunks_.next(), *later = ahead_.next();
                 for (int64_t t = 0; t < count; t += LANES) {
                     const int run = static_cast<int>(std::min<int64_t>(count - t, LANES));
-                    if (prefetches) prefetch_range(later + t * shape.dim, run_bytes);
-                    in_tiles<DIM>(group, [&](auto heads, int64_t tile) {
-                        visit(rows + t * shape.dim, first + t, run, heads, n + tile);
-                    });
+                    if (prefetches) prefetch_range(later + t * shape_.dim, LANES * row_bytes);
+                    visit(kv_head, rows + t * shape_.dim, row_bytes, first - piece_.start + t, run);
                 }
             }
-    };
-    walk([&](const T* rows, int64_t token, int count, auto heads, int64_t n) {
-        RowOps::template score<heads()>(query + n, shape, rows, count, args.scale, scores + n * stride + token, stride);
-    });
-    for (int64_t n = 0; n < num_heads; ++n) {
-        const Softmax found = softmax<Weight>(scores + n * stride, piece.num_tokens, stride);
-        put(out.tops(), n, found.top);
-        put(out.totals(), n, found.total);
-        for (int v = 0; v < shape.vecs(); ++v) out.sums()[n][v] = vf{};
-    }
-    constexpr int64_t WEIGHTS_PER_SCORE = sizeof(float) / sizeof(Weight);
-    walk([&](const T* rows, int64_t token, int count, auto heads, int64_t n) {
-        const auto* weights = reinterpret_cast<const Weight*>(scores + n * stride) + token;
-        RowOps::template add<heads()>(out.sums() + n, shape, rows, count, weights, stride * WEIGHTS_PER_SCORE);
-    });
-}
-
-// The pieces of a sequence together, each by e^(its top - the largest top) / total; zeros without any.
-template <class T, int DIM>
-void put_together(const Decode& args, int64_t s, Partial<DIM> pieces, int64_t num_pieces) {
-    const Shape<DIM> shape{static_cast<int>(args.dim)};
-    auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.dim;
-    for (int64_t first = 0, i = 0; first < args.num_heads; first += LANES, ++i) {
-        vf top = splat(-INFINITY), total = splat(0.0f);
-        for (int64_t p = 0; p < num_pieces; ++p) top = max(pieces.piece(p).tops()[i], top);
-        for (int64_t p = 0; p < num_pieces; ++p) {
-            const Partial<DIM> piece = pieces.piece(p);
-            piece.tops()[i] = exp(piece.tops()[i] - top);
-            total = fma(piece.totals()[i], piece.tops()[i], total);
         }
-        for (int64_t n = first; n < args.num_heads && n < first + LANES; ++n) {
-            vf acc[Shape<DIM>::VECS] = {};
-            for (int64_t p = 0; p < num_pieces; ++p) {
-                const float share = pieces.piece(p).tops()[i][n - first] / total[n - first];
-                for (int v = 0; v < shape.vecs(); ++v) acc[v] = fma(pieces.piece(p).sums()[n][v], splat(share), acc[v]);
+    }
+
+    // The same where runs are of several blocks, or rows of a number of bytes that does not fit: each is copied first.
+    template <class Visit>
+    void walk_copies(const void* plane, int64_t row_bytes, Visit visit) {
+        const Cache& cache = args_.cache;
+        const int32_t* blocks = args_.tables + piece_.longest * args_.table_stride;
+        alignas(4 * LANES) char copies[LANES * MAX_HEAD_DIM * sizeof(T)];
+        for (int64_t token = 0; token < piece_.num_tokens; token += LANES) {
+            const int64_t count = std::min<int64_t>(piece_.num_tokens - token, LANES);
+            for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
+                std::fill(copies, copies + LANES * row_bytes, 0);
+                for (int64_t t = 0; t < count; ++t) {
+                    const int64_t at = piece_.start + token + t, row = kv_head * cache.block_size + at % cache.block_size;
+                    const T* block = static_cast<const T*>(plane) + blocks[at / cache.block_size] * cache.block_stride;
+                    std::copy_n(block + row * args_.dim, args_.dim, reinterpret_cast<T*>(copies + t * row_bytes));
+                }
+                visit(kv_head, reinterpret_cast<const T*>(copies), row_bytes, token, static_cast<int>(count));
             }
-            Rows<T, DIM>::finish(acc, shape, out + n * args.dim);
+        }
+    }
+
+    const Decode& args_;
+    const Piece& piece_;
+    const Partial<T, DIM> out_;
+    const Shape<DIM> shape_;
+    const int64_t group_;
+    Chunks<T> chunks_, ahead_;
+    int num_units_ = 0;
+    int64_t query_registers_ = 0;
+    vr* queries_ = nullptr;
+    float* scores_ = nullptr;
+};
+
+// The pieces of row s together, in order; zeros without any. `partial_of(piece)` is what a piece left.
+template <class T, int DIM, class PartialOf>
+void put_together(const Decode& args, int64_t s, const Plan& plan, PartialOf partial_of) {
+    using RowOps = Rows<T, DIM>;
+    const Shape<DIM> shape{static_cast<int>(args.dim)};
+    const int64_t group = args.num_heads / args.cache.num_kv_heads;
+    const Plan::Place *begin = plan.places.data() + plan.first_place[s], *end = plan.places.data() + plan.first_place[s + 1];
+    auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.dim;
+    if (begin == end) {
+        std::fill_n(out, args.num_heads * args.dim, T{});
+        return;
+    }
+    for (int64_t first = 0, i = 0; first < args.num_heads; first += LANES, ++i) {
+        Joined joined{partial_of(begin->piece).tops(begin->row)[i], partial_of(begin->piece).totals(begin->row)[i]};
+        for (const Plan::Place* at = begin + 1; at < end; ++at) {
+            vf &top = partial_of(at->piece).tops(at->row)[i], &total = partial_of(at->piece).totals(at->row)[i];
+            const Shares shares = join(joined, top, total);
+            top = shares.before, total = shares.piece;
+        }
+        const vf inverse = inverse_of(joined);
+        for (int64_t n = first; n < std::min<int64_t>(first + LANES, args.num_heads); ++n) {
+            const auto sums_of = [&](const Plan::Place& place) -> const vf* {
+                return partial_of(place.piece).sums(n / group, place.row, group)[n % group];
+            };
+            vf sums[RowOps::VECS];
+            std::copy_n(sums_of(*begin), RowOps::VECS, sums);
+            for (const Plan::Place* at = begin + 1; at < end; ++at) {
+                const auto partial = partial_of(at->piece);
+                const vf* next = sums_of(*at);
+                const float before = partial.tops(at->row)[i][n - first], piece = partial.totals(at->row)[i][n - first];
+                for (int v = 0; v < RowOps::VECS; ++v) sums[v] = join(sums[v], next[v], before, piece);
+            }
+            for (int v = 0; v < shape.vecs(); ++v)
+                store(out + n * args.dim + v * LANES, finished(RowOps::in_order(sums, v), inverse[n - first]), shape.lanes(v));
         }
     }
 }
 
 template <class T, int DIM>
 void decode(const Decode& args) {
-    static thread_local std::vector<Piece> pieces;
+    static thread_local Plan plan;
     static thread_local std::vector<vf> memory;
-    cut(args, pieces);
-    const int64_t num_pieces = static_cast<int64_t>(pieces.size());
-    const int64_t size = num_pieces * Partial<DIM>{nullptr, args.num_heads}.size();
-    const Partial<DIM> partials{at_least(memory, size), args.num_heads};
-    const Piece* piece = pieces.data();
+    static thread_local std::vector<int64_t> first_vec;
+    // As many rows as have their scores in the second-level cache, but at least a piece for each thread where there are enough.
+    int64_t most_rows = std::clamp<int64_t>(SCORE_NUMBERS / (args.num_heads * SCORES_STRIDE), 1, MOST_ROWS);
+    plan.make(args, most_rows);
+    for (; most_rows > 1 && static_cast<int64_t>(plan.pieces.size()) < num_threads(); plan.make(args, most_rows)) most_rows /= 2;
+    const int64_t num_pieces = static_cast<int64_t>(plan.pieces.size());
+    first_vec.assign(1, 0);
+    for (const Piece& piece : plan.pieces)
+        first_vec.push_back(first_vec.back() + Partial<T, DIM>{nullptr, args.num_heads, piece.num_rows}.size());
+    vf* const partials = at_least(memory, first_vec.back());
+    const Piece* const pieces = plan.pieces.data();
+    const int64_t* const first = first_vec.data();
+    const auto partial_of = [=, &args](int64_t i) { return Partial<T, DIM>{partials + first[i], args.num_heads, pieces[i].num_rows}; };
+    static thread_local std::vector<std::atomic<int64_t>> counts;
+    const size_t num_neighbours = plan.neighbours.size();
+    if (counts.size() < num_neighbours) counts = std::vector<std::atomic<int64_t>>(num_neighbours);
+    std::atomic<int64_t>* const missing = counts.data();  // pieces of neighbours
+    for (size_t i = 0; i < num_neighbours; ++i) missing[i].store(plan.neighbours[i].num_pieces, std::memory_order_relaxed);
+    const Plan& made = plan;
     std::atomic<int64_t> unclaimed{0};  // a slower thread takes fewer of them
     on_each_thread([&](int, int num_parts) {
-        for (int64_t i; (i = unclaimed.fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
-            attend<T, DIM>(args, piece[i], piece[i + num_parts < num_pieces ? i + num_parts : i], partials.piece(i));
+        for (int64_t i; (i = unclaimed.fetch_add(1, std::memory_order_relaxed)) < num_pieces;) {
+            Attend<T, DIM>(args, pieces[i], pieces[i + num_parts < num_pieces ? i + num_parts : i], partial_of(i)).run();
+            const int64_t neighbours = pieces[i].neighbours;
+            if (missing[neighbours].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+            for (int64_t s = made.neighbours[neighbours].first; s < made.neighbours[neighbours].end; ++s)
+                put_together<T, DIM>(args, s, made, partial_of);
+        }
     });
-    for (int64_t s = 0, first = 0, end = 0; s < args.num_seqs; ++s, first = end) {
-        while (end < num_pieces && piece[end].seq == s) ++end;
-        put_together<T, DIM>(args, s, partials.piece(first), end - first);
-    }
+    for (int64_t s = 0; s < args.num_seqs; ++s)
+        if (args.lengths[s] == 0) put_together<T, DIM>(args, s, plan, partial_of);
 }
 
 template <class T>

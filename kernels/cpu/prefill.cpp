@@ -1,22 +1,24 @@
 // Causal attention of a chunk of one sequence over its paged context.
 //
 // K and V of the context are packed once from their blocks into the order in which the products read them, of a few KV heads at
-// a time; threads share the tokens. Then, for each query head and tile of query tokens: scores = Q K^T as far as each block of
-// rows can see, softmax of each row up to its own position, out = P V; threads take tiles. Tiles are small enough for their
-// scores to stay in the second-level cache.
+// a time; threads share the tokens. Then, for each query head and tile of query tokens, and for each piece of the context
+// (`order.h`): scores = Q K^T as far as each block of rows can see, weights of each row up to its own position, sums = P V, which
+// are put together with those of the pieces before; threads take tiles. Tiles are small enough for their scores of a piece to stay
+// in the second-level cache.
 //
-// Products work on 32-bit words: one fp32 number, or, where the processor multiplies bf16 pairs (AVX512-BF16), two bf16
-// numbers along the summed dimension. Sums and softmax are fp32; P is rounded to bf16 in the latter case, as in torch's own
-// CPU kernel.
+// Products work on words (`words.h`). Sums and weights are fp32; P is rounded to bf16 where words are pairs, as in torch's own CPU
+// kernel.
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "calls.h"
+#include "order.h"
 #include "scratch.h"
 #include "thread_pool.h"
 #include "vec.h"
+#include "words.h"
 
 namespace disagg {
 namespace {
@@ -24,65 +26,20 @@ namespace {
 constexpr int KEY_VECS = 4;
 constexpr int KEY_TILE = KEY_VECS * LANES;
 constexpr int ROW_TILE = SUM_REGISTERS / REGISTERS >= 6 ? 6 : SUM_REGISTERS / REGISTERS;  // rows of which one vector's sums fit
-constexpr int64_t SUM_TILE = 256;
-constexpr int64_t SCORE_WORDS = 1 << 16;
-constexpr int64_t MAX_TILE = 16 * ROW_TILE;
+constexpr int SCORE_ROWS = REGISTERS == 2 ? 4 : ROW_TILE;  // rows of which one vector's scores fit, while other chains are kept
+constexpr int64_t MAX_TILE = LANES * ROW_TILE;
+constexpr int64_t SCORE_STRIDE = PIECE_TOKENS + LANES;  // rows a power of two apart would share few sets of the cache
 constexpr int64_t PACKED_WORDS = 1 << 20;
 
-using Word = uint32_t;
-
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// One number a word.
-struct Single {
-    static constexpr int PER_WORD = 1;
-    using Words = vf;
-    static Words words(const Word* p) { return load(reinterpret_cast<const float*>(p)); }
-    static Words splat_word(const Word* p) {
-        float x;
-        std::memcpy(&x, p, sizeof x);
-        return splat(x);
-    }
-    static vf madd(const vf& acc, const vf& a, const vf& b) { return fma(a, b, acc); }
-
-    template <class T>
-    static void pack(const T* row, int dim, int padded_dim, Word* words) {
-        for (int i = 0; i < padded_dim; i += LANES)
-            store(reinterpret_cast<float*>(words) + i, i < dim ? load(row + i, std::min(dim - i, LANES)) : vf{});
-    }
-    static void store_weights(Word* row, int64_t i, vf x) { store(reinterpret_cast<float*>(row) + i, x); }
-};
-
-#ifdef __AVX512BF16__
-// Two bf16 numbers a word.
-struct Pair {
-    static constexpr int PER_WORD = 2;
-    using Words = __m512i;
-    static Words words(const Word* p) { return _mm512_loadu_si512(p); }
-    static Words splat_word(const Word* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
-    static vf madd(vf acc, Words a, Words b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-
-    static void pack(const bf16* row, int dim, int padded_dim, Word* words) {
-        std::memset(words, 0, padded_dim * sizeof(bf16));
-        std::memcpy(words, row, dim * sizeof(bf16));
-    }
-    static void store_weights(Word* row, int64_t i, vf x) { store(reinterpret_cast<bf16*>(row) + i, x); }
-};
-using ForBf16 = Pair;
-#else
-using ForBf16 = Single;
-#endif
-
-// c[r][v] (+)= sum over k < size of a[r][k] * b[k][v], for ROWS rows and VECS vectors of columns. Loops are unrolled by name:
+// c[r][v] = sum over k < size of a[r][k] * b[k][v], for ROWS rows and VECS vectors of columns. Loops are unrolled by name:
 // the compiler then keeps the sums in registers alone, without a second copy on the stack.
 template <class Mul, int ROWS, int VECS>
-void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c, int64_t c_stride,
-             bool add) {
+void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size, float* c, int64_t c_stride) {
     vf acc[ROWS][VECS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) acc[r][v] = add ? load(c + r * c_stride + v * LANES) : vf{};
+        for (int v = 0; v < VECS; ++v) acc[r][v] = splat(0.0f);
     for (int64_t k = 0; k < size; ++k) {
         typename Mul::Words row[VECS];
 #pragma GCC unroll 4
@@ -100,23 +57,56 @@ void product(const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, i
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 
-// `body(n)` with n, from 1 to MOST, as a constant of the compiler's.
-template <int MOST, class Body>
-void with_constant(int64_t n, Body body) {
-    if constexpr (MOST > 1)
-        if (n < MOST) return with_constant<MOST - 1>(n, body);
-    body(std::integral_constant<int, MOST>{});
+// Scores of ROWS rows and sixteen keys.
+template <int ROWS>
+struct Scores {
+    vf of[ROWS];
+};
+
+// The sum of 2^LEVEL chains, the first of which begins at `a` and `b` and goes on CHAINS times PARTS words further: PARTS words are 32
+// bits of T.
+template <class Mul, int PARTS, int ROWS, int LEVEL>
+[[gnu::always_inline]] inline Scores<ROWS> chains(const Word* a, int64_t words, const Word* b) {
+    Scores<ROWS> sums;
+    if constexpr (LEVEL == 0) {
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) sums.of[r] = splat(0.0f);
+        for (int64_t k = 0; k < words; k += CHAINS * PARTS)
+#pragma GCC unroll 2
+            for (int64_t w = k; w < k + PARTS; ++w) {
+                const typename Mul::Words keys = Mul::words(b + w * LANES);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r) sums.of[r] = Mul::madd(sums.of[r], Mul::splat_word(a + r * words + w), keys);
+            }
+    } else {
+        constexpr int HALF = PARTS << (LEVEL - 1);
+        sums = chains<Mul, PARTS, ROWS, LEVEL - 1>(a, words, b);
+        const Scores<ROWS> others = chains<Mul, PARTS, ROWS, LEVEL - 1>(a + HALF, words, b + HALF * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) sums.of[r] += others.of[r];
+    }
+    return sums;
 }
 
-// The same for up to ROW_TILE rows and KEY_VECS vectors, as many vectors at a time as there are registers for their sums.
+// c[r] = the scores of ROWS rows of `words` words and sixteen keys, [word][key].
+template <class T, class Mul, int ROWS>
+void score_tile(const Word* a, int64_t words, const Word* b, float* c, int64_t c_stride) {
+    constexpr int PARTS = sizeof(Word) / sizeof(T) / Mul::PER_WORD, LEVELS = 3;
+    static_assert(1 << LEVELS == CHAINS);
+    const Scores<ROWS> scores = chains<Mul, PARTS, ROWS, LEVELS>(a, words, b);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) store(c + r * c_stride, scores.of[r]);
+}
+
+// `product` of up to ROW_TILE rows and KEY_VECS vectors, as many vectors at a time as there are registers for their sums.
 template <class Mul>
 void product_of(int64_t rows, int64_t vecs, const Word* a, int64_t a_stride, const Word* b, int64_t b_stride, int64_t size,
-                float* c, int64_t c_stride, bool add) {
+                float* c, int64_t c_stride) {
     constexpr int AT_ONCE = std::min(SUM_REGISTERS / (ROW_TILE * REGISTERS), KEY_VECS);
     for (; vecs > 0; vecs -= AT_ONCE, b += AT_ONCE * LANES, c += AT_ONCE * LANES)
         with_constant<ROW_TILE>(rows, [=](auto num_rows) {
             with_constant<AT_ONCE>(vecs, [=](auto num_vecs) {
-                product<Mul, num_rows(), num_vecs()>(a, a_stride, b, b_stride, size, c, c_stride, add);
+                product<Mul, num_rows(), num_vecs()>(a, a_stride, b, b_stride, size, c, c_stride);
             });
         });
 }
@@ -136,8 +126,8 @@ struct Prefill {
 
 // What a thread keeps from tile to tile.
 struct Scratch {
-    std::vector<Word> queries, scores;
-    std::vector<float> sums;
+    std::vector<Word> queries;
+    std::vector<float> scores, sums, piece_sums;
 };
 
 template <class T, class Mul>
@@ -149,11 +139,9 @@ class Attention {
           padded_dim_(static_cast<int>(round_up(args.dim, LANES))),
           row_words_(padded_dim_ / Mul::PER_WORD),
           padded_end_(round_up(end_, KEY_TILE)),
-          score_stride_(padded_end_ + LANES),  // not a multiple of a page, whose rows would share few places of the cache
           head_words_(padded_end_ * row_words_),
           group_(args.num_heads / args.num_kv_heads) {
-        const int64_t most = std::clamp<int64_t>(SCORE_WORDS / padded_end_ / ROW_TILE * ROW_TILE, ROW_TILE, MAX_TILE);
-        num_tiles_ = (args.num_tokens + most - 1) / most;
+        num_tiles_ = (args.num_tokens + MAX_TILE - 1) / MAX_TILE;
         tile_ = round_up((args.num_tokens + num_tiles_ - 1) / num_tiles_, ROW_TILE);
         num_tiles_ = (args.num_tokens + tile_ - 1) / tile_;
     }
@@ -190,7 +178,7 @@ class Attention {
     }
 
     // KEY_TILE tokens from `first` on, zeros past the end.
-    // keys_: [tile of keys][word][key];  values_: [token / PER_WORD][dim], the tokens of a word side by side.
+    // keys_: [sixteen keys][word][key];  values_: [token / PER_WORD][dim], the tokens of a word side by side.
     void pack(int64_t kv_head, int64_t at, int64_t first) const {
         Word row[MAX_HEAD_DIM];
         for (int64_t t = 0; t < KEY_TILE; ++t) {
@@ -198,8 +186,8 @@ class Attention {
                 Mul::pack(cached_row(args_.keys, kv_head, first + t), args_.dim, padded_dim_, row);
             else
                 std::fill_n(row, row_words_, 0);
-            Word* column = keys_ + at + first * row_words_ + t;
-            for (int w = 0; w < row_words_; ++w) column[w * KEY_TILE] = row[w];
+            Word* column = keys_ + at + (first + t / LANES * LANES) * row_words_ + t % LANES;
+            for (int w = 0; w < row_words_; ++w) column[w * LANES] = row[w];
         }
         for (int64_t t = first; t < std::min(first + KEY_TILE, end_); t += Mul::PER_WORD)
             pack_value(kv_head, t, values_ + at + t / Mul::PER_WORD * padded_dim_);
@@ -220,88 +208,93 @@ class Attention {
     void attend(int64_t head, int64_t first, int64_t rows, const Word* keys, const Word* values) const {
         static thread_local Scratch scratch;
         Word* queries = at_least(scratch.queries, tile_ * row_words_);
-        Word* scores = at_least(scratch.scores, tile_ * score_stride_);
+        float* scores = at_least(scratch.scores, tile_ * SCORE_STRIDE);
         float* sums = at_least(scratch.sums, tile_ * padded_dim_);
+        float* piece_sums = at_least(scratch.piece_sums, tile_ * padded_dim_);
         for (int64_t r = 0; r < rows; ++r)
             Mul::pack(static_cast<const T*>(args_.q) + (first + r) * args_.q_stride_token + head * args_.q_stride_head,
                       args_.dim, padded_dim_, queries + r * row_words_);
         const int64_t before = args_.start + first;
-        score(before, rows, queries, keys, reinterpret_cast<float*>(scores));
-        float inverse[MAX_TILE];
-        in_blocks(0, before, rows, [&](int64_t r, int64_t count) {
-            with_constant<ROW_TILE>(count, [&](auto num_rows) {
-                softmax<num_rows()>(scores + r * score_stride_, before + r + 1, inverse + r);
+        Joined joined[MAX_TILE / LANES];
+        for (int64_t piece = 0; piece < before + rows; piece += PIECE_TOKENS) {
+            score(before, rows, piece, queries, keys, scores);
+            vf tops[MAX_TILE / LANES], totals[MAX_TILE / LANES];
+            for (vf& each : tops) each = splat(-INFINITY);  // of rows that do not see this piece
+            for (vf& each : totals) each = splat(0.0f);
+            in_blocks(piece, before, rows, [&](int64_t r, int64_t count) {
+                with_constant<ROW_TILE>(count, [&](auto num_rows) {
+                    weigh<typename Mul::Weight, num_rows()>(scores + r * SCORE_STRIDE, SCORE_STRIDE, before + r + 1 - piece, 1,
+                                                            args_.scale, reinterpret_cast<float*>(tops) + r,
+                                                            reinterpret_cast<float*>(totals) + r);
+                });
             });
-        });
-        for (int64_t token = 0; token < before + rows; token += SUM_TILE)
-            add_values(before, rows, token, scores, values, sums);
-        for (int64_t r = 0; r < rows; ++r) {
-            T* out = static_cast<T*>(args_.out) + ((first + r) * args_.num_heads + head) * args_.dim;
-            for (int d = 0; d < args_.dim; d += LANES)
-                store(out + d, load(sums + r * padded_dim_ + d) * inverse[r], std::min(args_.dim - d, LANES));
+            add_values(before, rows, piece, reinterpret_cast<const Word*>(scores), values, piece > 0 ? piece_sums : sums);
+            for (int64_t r = 0; r < rows; r += LANES) {
+                Joined& those = joined[r / LANES];
+                if (piece == 0)
+                    those = {tops[r / LANES], totals[r / LANES]};
+                else
+                    join_rows(join(those, tops[r / LANES], totals[r / LANES]), r, std::max(r, piece - before),
+                              std::min(r + LANES, rows), piece_sums, sums);
+            }
+        }
+        for (int64_t r = 0; r < rows; r += LANES) {
+            const vf inverse = inverse_of(joined[r / LANES]);
+            for (int64_t i = r; i < std::min(r + LANES, rows); ++i) {
+                T* out = static_cast<T*>(args_.out) + ((first + i) * args_.num_heads + head) * args_.dim;
+                for (int d = 0; d < args_.dim; d += LANES)
+                    store(out + d, finished(load(sums + i * padded_dim_ + d), inverse[i - r]), std::min(args_.dim - d, LANES));
+            }
         }
     }
 
-    // `body(r, count)` on blocks of rows [r, r + count), from the first with a row that sees `position`. Row 0 has `before` keys
-    // before its own.
-    template <class Body>
-    static void in_blocks(int64_t position, int64_t before, int64_t rows, Body body) {
-        for (int64_t r = std::max<int64_t>(position - before, 0) / ROW_TILE * ROW_TILE; r < rows; r += ROW_TILE)
-            body(r, std::min<int64_t>(ROW_TILE, rows - r));
+    // The sums of rows from `first` to `end`; `shares` are those of the rows from `lanes` on.
+    void join_rows(const Shares& shares, int64_t lanes, int64_t first, int64_t end, const float* piece_sums, float* sums) const {
+        for (int64_t r = first; r < end; ++r) {
+            const float before = shares.before[r - lanes], piece = shares.piece[r - lanes];
+            for (int64_t d = r * padded_dim_; d < (r + 1) * padded_dim_; d += LANES)
+                store(sums + d, join(load(sums + d), load(piece_sums + d), before, piece));
+        }
     }
 
-    // Scores of rows that have `before` keys and one more for each row before them; a block of rows as far as its last one sees.
-    void score(int64_t before, int64_t rows, const Word* queries, const Word* keys, float* scores) const {
-        for (int64_t key = 0; key < before + rows; key += KEY_TILE)
-            in_blocks(key, before, rows, [&](int64_t r, int64_t count) {
-                const int64_t vecs = std::min<int64_t>(KEY_VECS, (before + r + count - key + LANES - 1) / LANES);
-                product_of<Mul>(count, vecs, queries + r * row_words_, row_words_, keys + key * row_words_, KEY_TILE, row_words_,
-                                scores + r * score_stride_ + key, score_stride_, false);
+    // `body(r, count)` on blocks of SIZE rows [r, r + count), from the first with a row that sees `position`. Row 0 has `before` keys
+    // before its own.
+    template <int SIZE = ROW_TILE, class Body>
+    static void in_blocks(int64_t position, int64_t before, int64_t rows, Body body) {
+        for (int64_t r = std::max<int64_t>(position - before, 0) / SIZE * SIZE; r < rows; r += SIZE)
+            body(r, std::min<int64_t>(SIZE, rows - r));
+    }
+
+    // Scores in a piece of rows that have `before` keys and one more for each row before them; a block of rows as far as its last
+    // one sees.
+    void score(int64_t before, int64_t rows, int64_t piece, const Word* queries, const Word* keys, float* scores) const {
+        for (int64_t key = piece; key < std::min(before + rows, piece + PIECE_TOKENS); key += KEY_TILE)
+            in_blocks<SCORE_ROWS>(key, before, rows, [&](int64_t r, int64_t count) {
+                const int64_t seen = std::min<int64_t>(KEY_TILE, before + r + count - key);
+                with_constant<SCORE_ROWS>(count, [&](auto num_rows) {
+                    for (int64_t k = 0; k < seen; k += LANES)
+                        score_tile<T, Mul, num_rows()>(queries + r * row_words_, row_words_, keys + (key + k) * row_words_,
+                                                       scores + r * SCORE_STRIDE + key - piece + k, SCORE_STRIDE);
+                });
             });
     }
 
-    // In place, for a block of rows, the first of which sees `length` keys and each other one more: scores to weights
-    // e^(score - max), 0 for keys that only later rows see. Their sums become `inverse`.
-    template <int ROWS>
-    void softmax(Word* block, int64_t length, float* inverse) const {
-        float* scores = reinterpret_cast<float*>(block);
-        const int64_t padded = round_up(length + ROWS - 1, LANES);
-        for (int r = 0; r < ROWS; ++r)
-            std::fill(scores + r * score_stride_ + length + r, scores + r * score_stride_ + padded, -INFINITY);
-        vf top[ROWS], total[ROWS] = {};
-        for (vf& each : top) each = splat(-INFINITY);
-        for (int64_t i = 0; i < padded; i += LANES)
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) top[r] = max(load(scores + r * score_stride_ + i), top[r]);
-        for (vf& each : top) each = splat(max(each) * args_.scale);
-        for (int64_t i = 0; i < padded; i += LANES)
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const vf weight = exp(fma(load(scores + r * score_stride_ + i), splat(args_.scale), -top[r]));
-                total[r] += weight;
-                Mul::store_weights(block + r * score_stride_, i, weight);
-            }
-        for (int r = 0; r < ROWS; ++r) inverse[r] = 1.0f / sum(total[r]);
-    }
-
-    // sums (+)= weights of up to SUM_TILE tokens from `token` on times their values, a block of rows as far as its last one
-    // sees.
-    void add_values(int64_t before, int64_t rows, int64_t token, const Word* weights, const Word* values, float* sums) const {
-        weights += token / Mul::PER_WORD;
-        values += token / Mul::PER_WORD * padded_dim_;
+    // sums = weights of the tokens of a piece times their values, a block of rows as far as its last one sees.
+    void add_values(int64_t before, int64_t rows, int64_t piece, const Word* weights, const Word* values, float* sums) const {
+        values += piece / Mul::PER_WORD * padded_dim_;
         for (int64_t d = 0; d < padded_dim_; d += KEY_TILE)
-            in_blocks(token, before, rows, [&](int64_t r, int64_t count) {
-                const int64_t seen = std::min(before + r + count - token, SUM_TILE);
-                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_dim_ - d) / LANES), weights + r * score_stride_,
-                                score_stride_, values + d, padded_dim_, round_up(seen, Mul::PER_WORD) / Mul::PER_WORD,
-                                sums + r * padded_dim_ + d, padded_dim_, token > 0);
+            in_blocks(piece, before, rows, [&](int64_t r, int64_t count) {
+                const int64_t seen = std::min(before + r + count - piece, PIECE_TOKENS);
+                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_dim_ - d) / LANES), weights + r * SCORE_STRIDE,
+                                SCORE_STRIDE, values + d, padded_dim_, round_up(seen, Mul::PER_WORD) / Mul::PER_WORD,
+                                sums + r * padded_dim_ + d, padded_dim_);
             });
     }
 
     const Prefill& args_;
     const int64_t end_;
     const int padded_dim_, row_words_;
-    const int64_t padded_end_, score_stride_, head_words_, group_;
+    const int64_t padded_end_, head_words_, group_;
     int64_t num_tiles_, tile_;
     Word *keys_ = nullptr, *values_ = nullptr;
 };

@@ -1,65 +1,149 @@
-// Products of query heads and rows of K and V in decode attention: a few heads and a run of adjacent rows.
+// Products of query heads and rows of K and V in decode attention: a few heads and a run of adjacent rows, in the order of
+// `order.h`.
 
 #pragma once
 
+#include "order.h"
 #include "vec.h"
+#include "words.h"
 
 namespace disagg {
 
 // DIM is the head dim, or 0 for one that is known at run time only (then the last vector of a row may be short).
 template <int DIM>
 struct Shape {
-    static constexpr int VECS = DIM ? DIM / LANES : MAX_HEAD_DIM / LANES;
+    static constexpr int VECS = ((DIM ? DIM : MAX_HEAD_DIM) + LANES - 1) / LANES;
     int dim;
     int vecs() const { return DIM ? VECS : (dim + LANES - 1) / LANES; }
     int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
 };
 
-// scores[h][t] = scale * q[h] . k[t], and sums[h] += sum over t of weights[h][t] * v[t], for H heads
-// and `count` <= 16 rows. Scores past `count` may hold anything. They are functions of their own, and their loops are unrolled by
-// name: else the compiler writes what is added up to the stack, too, after each run of rows. As many rows, or vectors of a row,
-// are met at a time as there are registers for their sums; each sum is one chain along the row, or over the rows.
+// ---------------------------------------------------------------- scores
+
+// A register holds one number of each chain (`order.h`) of some rows of K; or of half of the chains of one, where it is short.
+constexpr int KEYS_A_REGISTER = REGISTER_LANES > CHAINS ? REGISTER_LANES / CHAINS : 1;
+constexpr int REGISTERS_A_UNIT = REGISTER_LANES < CHAINS ? CHAINS / REGISTER_LANES : 1;
+constexpr int64_t UNIT_BYTES = CHAINS * sizeof(Word);
+constexpr int KEYS_AT_ONCE = 4 * KEYS_A_REGISTER;
+
+// Whether the two bf16 numbers of a word are multiplied one after the other.
+template <class T>
+constexpr bool ARE_SPLIT = std::is_same_v<T, bf16> && std::is_same_v<WordsOf<T>, Single>;
+
+// The registers of a query for each unit of a row.
+template <class T>
+constexpr int QUERY_REGISTERS = REGISTERS_A_UNIT * (ARE_SPLIT<T> ? 2 : 1);
+
+// A query for `score`, from a row with zeros behind it up to a whole unit.
+template <class T>
+void load_query(const T* row, int units, vr* query) {
+    for (int u = 0; u < units; ++u)
+        for (int part = 0; part < REGISTERS_A_UNIT; ++part, query += QUERY_REGISTERS<T> / REGISTERS_A_UNIT) {
+            vru words;
+            constexpr size_t BYTES = std::min<size_t>(UNIT_BYTES, sizeof words);
+            for (size_t at = 0; at < sizeof words; at += BYTES)
+                std::memcpy(reinterpret_cast<char*>(&words) + at, reinterpret_cast<const char*>(row) + u * UNIT_BYTES + part * BYTES, BYTES);
+            if constexpr (ARE_SPLIT<T>)
+                query[0] = (vr)(words << 16), query[1] = (vr)(words & 0xffff0000u);
+            else
+                query[0] = (vr)words;
+        }
+}
+
+// The words at `p`, and, where a register holds those of two rows, those `other` bytes behind.
+inline vr load_words(const char* p, [[maybe_unused]] int64_t other) {
+#ifdef __AVX512F__
+    const auto unit = [](const char* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
+    return (vr)_mm512_inserti64x4(_mm512_castsi256_si512(unit(p)), unit(p + other), 1);
+#else
+    vr x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+#endif
+}
+
+// Sums of neighbouring lanes: in each 128 bits those of a, then those of b.
+inline vr neighbours(vr a, vr b) {
+#if defined(__AVX512F__)
+    return (vr)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) + (vr)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd);
+#elif defined(__AVX2__)
+    return (vr)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88) + (vr)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
+#else
+    return shuffled<0, 2, 4, 6>(a, b) + shuffled<1, 3, 5, 7>(a, b);
+#endif
+}
+
+// In each 128 bits the sums of four lanes of four registers.
+inline vr fours(const vr (&x)[4]) { return neighbours(neighbours(x[0], x[1]), neighbours(x[2], x[3])); }
+
+// The sums of `fours` of sixteen keys, KEYS_AT_ONCE each, those of their registers' lower halves first.
+inline void store_scores(float* scores, const vr (&sums)[LANES / KEYS_AT_ONCE]) {
+#if defined(__AVX512F__)
+    const __m512 a = (__m512)sums[0], b = (__m512)sums[1];
+    store_register(scores, (vr)_mm512_shuffle_f32x4(a, b, 0x88) + (vr)_mm512_shuffle_f32x4(a, b, 0xdd));
+#elif defined(__AVX2__)
+    for (int i = 0; i < 2; ++i)
+        store_register(scores + i * REGISTER_LANES, shuffled<0, 1, 2, 3, 8, 9, 10, 11>(sums[2 * i], sums[2 * i + 1]) +
+                                                        shuffled<4, 5, 6, 7, 12, 13, 14, 15>(sums[2 * i], sums[2 * i + 1]));
+#else
+    for (int i = 0; i < 4; ++i) store_register(scores + i * REGISTER_LANES, sums[i]);
+#endif
+}
+
+// scores[h][t] of H heads, whose queries are `query_stride` registers apart, and sixteen rows of T, `stride` bytes apart, of whole
+// units. UNITS is their number, or 0 for one that is known at run time only. A function of its own, its loops unrolled by name:
+// else the compiler keeps sums on the stack, too.
+template <class T, int H, int UNITS>
+[[gnu::noinline]] void score(const vr* queries, int64_t query_stride, int num_units, const T* rows, int64_t stride, float* scores,
+                             int64_t score_stride) {
+    const int units = UNITS ? UNITS : num_units;
+    vr sums[H][LANES / KEYS_AT_ONCE];
+#pragma GCC unroll 4
+    for (int first = 0; first < LANES; first += KEYS_AT_ONCE)
+#pragma GCC unroll 2
+        for (int part = 0; part < REGISTERS_A_UNIT; ++part) {
+            const char* keys = reinterpret_cast<const char*>(rows) + first * stride + part * static_cast<int64_t>(sizeof(vr));
+            vr acc[H][4];
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) acc[h][i] = splat_register(0.0f);
+            for (int u = 0; u < units; ++u) {
+                const vr* query = queries + u * QUERY_REGISTERS<T> + part * (QUERY_REGISTERS<T> / REGISTERS_A_UNIT);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) {
+                    const vr words = load_words(keys + i * stride + u * UNIT_BYTES, 4 * stride);
+                    if constexpr (ARE_SPLIT<T>) {
+                        const vr even = (vr)((vru)words << 16), odd = (vr)((vru)words & 0xffff0000u);
+#pragma GCC unroll 4
+                        for (int h = 0; h < H; ++h) acc[h][i] = fma(query[h * query_stride], even, acc[h][i]);
+#pragma GCC unroll 4
+                        for (int h = 0; h < H; ++h) acc[h][i] = fma(query[h * query_stride + 1], odd, acc[h][i]);
+                    } else {
+#pragma GCC unroll 4
+                        for (int h = 0; h < H; ++h) acc[h][i] = WordsOf<T>::madd_register(acc[h][i], query[h * query_stride], words);
+                    }
+                }
+            }
+#pragma GCC unroll 4
+            for (int h = 0; h < H; ++h) {
+                vr& sum = sums[h][first / KEYS_AT_ONCE];
+                sum = part == 0 ? fours(acc[h]) : sum + fours(acc[h]);
+            }
+        }
+#pragma GCC unroll 4
+    for (int h = 0; h < H; ++h) store_scores(scores + h * score_stride, sums[h]);
+}
+
+// ---------------------------------------------------------------- values
+
+// sums[h] += sum over t of weights[h][t] * v[t], for H heads and `count` <= 16 rows. As many vectors of a row are met at a time as
+// there are registers for their sums; each sum is one chain over the rows. Those of a head are VECS vectors, of which `in_order`
+// gives vector v of the result.
 template <class T, int DIM>
 struct Rows {
     using Weight = float;
     static constexpr int VECS = Shape<DIM>::VECS;
-
-    static void load_query(const T* q, Shape<DIM> shape, vf* query) {
-        for (int v = 0; v < shape.vecs(); ++v) query[v] = load(q + v * LANES, shape.lanes(v));
-    }
-
-    template <int H>
-    [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM> shape, const T* rows, int count, float scale,
-                                        float* scores, int64_t stride) {
-        constexpr int AT_ONCE = 4 * (H + 1) <= SUM_REGISTERS ? 4 : 2;
-        vf partial[H][LANES];
-        for (int t = 0; t < count; t += AT_ONCE)
-#pragma GCC unroll 4
-            for (int part = 0; part < REGISTERS; ++part) {
-                vr acc[AT_ONCE][H];
-                const T* row[AT_ONCE];
-#pragma GCC unroll 4
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    row[i] = rows + static_cast<int64_t>(t + i < count ? t + i : 0) * shape.dim;
-#pragma GCC unroll 4
-                    for (int h = 0; h < H; ++h) acc[i][h] = splat_register(0.0f);
-                }
-                for (int v = 0; v < shape.vecs(); ++v) {
-                    vr keys[AT_ONCE];
-#pragma GCC unroll 4
-                    for (int i = 0; i < AT_ONCE; ++i) keys[i] = load_part(row[i], shape, v, part);
-#pragma GCC unroll 4
-                    for (int h = 0; h < H; ++h)
-#pragma GCC unroll 4
-                        for (int i = 0; i < AT_ONCE; ++i) acc[i][h] = fma(part_of(q[h][v], part), keys[i], acc[i][h]);
-                }
-#pragma GCC unroll 4
-                for (int i = 0; i < AT_ONCE; ++i)
-#pragma GCC unroll 4
-                    for (int h = 0; h < H; ++h) part_of(partial[h][t + i], part) = acc[i][h];
-            }
-        for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
-    }
 
     template <int H>
     [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM> shape, const T* rows, int count, const float* weights,
@@ -91,121 +175,70 @@ struct Rows {
         }
     }
 
-    static void finish(const vf* acc, Shape<DIM> shape, T* out) {
-        for (int v = 0; v < shape.vecs(); ++v) store(out + v * LANES, acc[v], shape.lanes(v));
-    }
-
-   private:
-    // One register of vector v of a row.
-    static vr load_part(const T* row, Shape<DIM> shape, int v, int part) {
-        if constexpr (DIM != 0) return load_register(row + v * LANES + part * REGISTER_LANES);
-        return part_of(load(row + v * LANES, shape.lanes(v)), part);
-    }
+    static vf in_order(const vf* sums, int v) { return sums[v]; }
 };
 
 #ifdef __AVX512BF16__
-// Two bf16 numbers a lane, where the head dim fills whole registers. A sum of weighted rows takes two rows at a time; their
-// numbers are interleaved within 128-bit lanes, and sorted once at the end.
+// Two rows at a time. The numbers of both are interleaved within 128-bit lanes: two vectors of sums are those of a unit of 32
+// numbers, of which the last one of a row may be short.
 template <int DIM>
 struct PairRows {
     using Weight = bf16;
-    static constexpr int VECS = Shape<DIM>::VECS, PAIRS = DIM / 2 / LANES;
-
-    static __m512i load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
-    static vf madd(vf acc, __m512i a, __m512i b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-
-    static void load_query(const bf16* q, Shape<DIM>, vf* query) { std::memcpy(query, q, DIM * sizeof(bf16)); }
-
-    // Four vectors to one: in each 128-bit lane, their sums over that lane.
-    static __m512 sum_lanes(const vf* x) {
-        const auto add_halves = [](vf a, vf b) {
-            return (__m512d)((vf)_mm512_unpacklo_ps((__m512)a, (__m512)b) + (vf)_mm512_unpackhi_ps((__m512)a, (__m512)b));
-        };
-        const __m512d a = add_halves(x[0], x[1]), b = add_halves(x[2], x[3]);
-        return (__m512)((vf)_mm512_unpacklo_pd(a, b) + (vf)_mm512_unpackhi_pd(a, b));
-    }
-
-    // Four vectors to one: lane i of the result is the sum of the lanes, of 128 bits, of vector i.
-    static __m512 sum_across(__m512 a, __m512 b) {
-        return (__m512)((vf)_mm512_shuffle_f32x4(a, b, 0x88) + (vf)_mm512_shuffle_f32x4(a, b, 0xdd));
-    }
+    static constexpr int UNIT = 2 * LANES, UNITS = ((DIM ? DIM : MAX_HEAD_DIM) + UNIT - 1) / UNIT, VECS = 2 * UNITS;
 
     template <int H>
-    [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, int count, float scale,
-                                        float* scores, int64_t stride) {
-        if (count == LANES)
-            score_rows<H, true>(q, rows, count, scale, scores, stride);
-        else
-            score_rows<H, false>(q, rows, count, scale, scores, stride);
-    }
-
-    template <int H>
-    [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM>, const bf16* rows, int count, const bf16* weights,
+    [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM> shape, const bf16* rows, int count, const bf16* weights,
                                       int64_t stride) {
-        vf acc[H][VECS];
+        constexpr int AT_ONCE = DIM && DIM <= 128 ? UNITS : 1;
+        const int dim = DIM ? DIM : shape.dim;
+        for (int first = 0; first < (dim + UNIT - 1) / UNIT; first += AT_ONCE) {
+            vf acc[H][2 * AT_ONCE];
 #pragma GCC unroll 4
-        for (int h = 0; h < H; ++h)
+            for (int h = 0; h < H; ++h)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECS; ++v) acc[h][v] = sums[h][v];
-        for (int t = 0; t < count; t += 2) {
-            const bf16 *row = rows + t * DIM, *second = t + 1 < count ? row + DIM : NO_ROW;
+                for (int v = 0; v < 2 * AT_ONCE; ++v) acc[h][v] = sums[h][2 * first + v];
+            for (int t = 0; t < count; t += 2) {
+                const bf16* row = rows + static_cast<int64_t>(t) * dim;
+                const bool has_second = t + 1 < count;
+                int32_t pairs[H];
 #pragma GCC unroll 4
-            for (int v = 0; v < PAIRS; ++v) {
-                const __m512i a = load_pairs(row + v * 2 * LANES), b = load_pairs(second + v * 2 * LANES);
-                const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+                for (int h = 0; h < H; ++h) std::memcpy(&pairs[h], weights + h * stride + t, sizeof pairs[h]);
 #pragma GCC unroll 4
-                for (int h = 0; h < H; ++h) {
-                    int32_t pair;
-                    std::memcpy(&pair, weights + h * stride + t, sizeof pair);
-                    acc[h][2 * v] = madd(acc[h][2 * v], _mm512_set1_epi32(pair), low);
-                    acc[h][2 * v + 1] = madd(acc[h][2 * v + 1], _mm512_set1_epi32(pair), high);
+                for (int u = 0; u < AT_ONCE; ++u) {
+                    const int at = (first + u) * UNIT;
+                    const __m512i a = load_unit(row, at, dim), b = has_second ? load_unit(row + dim, at, dim) : __m512i{};
+                    const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+                    for (int h = 0; h < H; ++h) {
+                        acc[h][2 * u] = Pair::madd(acc[h][2 * u], _mm512_set1_epi32(pairs[h]), low);
+                        acc[h][2 * u + 1] = Pair::madd(acc[h][2 * u + 1], _mm512_set1_epi32(pairs[h]), high);
+                    }
                 }
             }
-        }
 #pragma GCC unroll 4
-        for (int h = 0; h < H; ++h)
+            for (int h = 0; h < H; ++h)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECS; ++v) sums[h][v] = acc[h][v];
+                for (int v = 0; v < 2 * AT_ONCE; ++v) sums[h][2 * first + v] = acc[h][v];
+        }
     }
 
-    static void finish(const vf* acc, Shape<DIM>, bf16* out) {
+    static vf in_order(const vf* sums, int v) {
         const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        for (int v = 0; v < VECS; v += 2) {
-            const __m512 low = (__m512)acc[v], high = (__m512)acc[v + 1];
-            store(out + v * LANES, (vf)_mm512_permutex2var_ps(low, first, high));
-            store(out + (v + 1) * LANES, (vf)_mm512_permutex2var_ps(low, second, high));
-        }
+        const __m512 low = (__m512)sums[v & ~1], high = (__m512)sums[v | 1];
+        return (vf)_mm512_permutex2var_ps(low, v % 2 ? second : first, high);
     }
 
    private:
-    alignas(sizeof(vf)) static constexpr bf16 NO_ROW[DIM] = {};
-
-    // WHOLE: `count` is 16.
-    template <int H, bool WHOLE>
-    static void score_rows(const vf (*q)[VECS], const bf16* rows, int count, float scale, float* scores, int64_t stride) {
-        __m512 quarters[H][4];
-#pragma GCC unroll 4
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            vf acc[H][4] = {};
-            for (int i = 0; i < 4; ++i) {
-                const int t = 4 * quarter + i;
-                const bf16* row = rows + (WHOLE || t < count ? t : 0) * DIM;
-                for (int v = 0; v < PAIRS; ++v) {
-                    const __m512i k = load_pairs(row + v * 2 * LANES);
-                    for (int h = 0; h < H; ++h) acc[h][i] = madd(acc[h][i], (__m512i)q[h][v], k);
-                }
-            }
-            for (int h = 0; h < H; ++h) quarters[h][quarter] = sum_lanes(acc[h]);
-        }
-        for (int h = 0; h < H; ++h) {
-            const __m512 *x = quarters[h], total = sum_across(sum_across(x[0], x[1]), sum_across(x[2], x[3]));
-            store(scores + h * stride, (vf)total * scale);
-        }
+    static __m512i load_unit(const bf16* row, int at, int dim) {
+        if constexpr (DIM != 0 && DIM % UNIT == 0) return _mm512_loadu_si512(row + at);
+        const int left = dim - at;
+        return left >= UNIT ? _mm512_loadu_si512(row + at) : _mm512_maskz_loadu_epi16((1u << left) - 1, row + at);
     }
 };
+
 template <int DIM>
-using RowsOfPairs = PairRows<DIM>;
+struct Rows<bf16, DIM> : PairRows<DIM> {};
 #else
 // Rows of bf16 whose numbers are widened pair by pair: vector 2 v has the even ones of 32, vector 2 v + 1 the odd ones, and so do
 // queries and sums, which are sorted at the end. A unit is a register of pairs.
@@ -213,50 +246,6 @@ template <int DIM>
 struct SplitRows {
     using Weight = float;
     static constexpr int VECS = Shape<DIM>::VECS, UNITS = DIM / 2 / REGISTER_LANES;
-
-    static void load_query(const bf16* q, Shape<DIM>, vf* query) {
-        for (int unit = 0; unit < UNITS; ++unit) {
-            part_of(query[2 * (unit / REGISTERS)], unit % REGISTERS) = even_of_pairs(q + unit * 2 * REGISTER_LANES);
-            part_of(query[2 * (unit / REGISTERS) + 1], unit % REGISTERS) = odd_of_pairs(q + unit * 2 * REGISTER_LANES);
-        }
-    }
-
-    template <int H>
-    [[gnu::noinline]] static void score(const vf (*q)[VECS], Shape<DIM>, const bf16* rows, int count, float scale,
-                                        float* scores, int64_t stride) {
-        constexpr int AT_ONCE = 4 * (H + 1) <= SUM_REGISTERS ? 4 : 2;
-        vf partial[H][LANES];
-        for (int t = 0; t < count; t += AT_ONCE)
-#pragma GCC unroll 4
-            for (int part = 0; part < REGISTERS; ++part) {
-                vr acc[AT_ONCE][H];
-                const bf16* row[AT_ONCE];
-#pragma GCC unroll 4
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    row[i] = rows + (t + i < count ? t + i : 0) * DIM + part * 2 * REGISTER_LANES;
-#pragma GCC unroll 4
-                    for (int h = 0; h < H; ++h) acc[i][h] = splat_register(0.0f);
-                }
-#pragma GCC unroll 8
-                for (int v = 0; v < VECS; ++v) {
-                    vr keys[AT_ONCE];
-#pragma GCC unroll 4
-                    for (int i = 0; i < AT_ONCE; ++i) {
-                        const bf16* at = row[i] + v / 2 * 2 * LANES;
-                        keys[i] = v % 2 ? odd_of_pairs(at) : even_of_pairs(at);
-                    }
-#pragma GCC unroll 4
-                    for (int h = 0; h < H; ++h)
-#pragma GCC unroll 4
-                        for (int i = 0; i < AT_ONCE; ++i) acc[i][h] = fma(part_of(q[h][v], part), keys[i], acc[i][h]);
-                }
-#pragma GCC unroll 4
-                for (int i = 0; i < AT_ONCE; ++i)
-#pragma GCC unroll 4
-                    for (int h = 0; h < H; ++h) part_of(partial[h][t + i], part) = acc[i][h];
-            }
-        for (int h = 0; h < H; ++h) store(scores + h * stride, sum_each(partial[h]) * scale);
-    }
 
     template <int H>
     [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM>, const bf16* rows, int count, const float* weights,
@@ -293,26 +282,36 @@ struct SplitRows {
         }
     }
 
-    static void finish(const vf* acc, Shape<DIM>, bf16* out) {
-        for (int unit = 0; unit < UNITS; ++unit) {
-            const vr even = part_of(acc[2 * (unit / REGISTERS)], unit % REGISTERS);
-            const vr odd = part_of(acc[2 * (unit / REGISTERS) + 1], unit % REGISTERS);
-            const vru pairs = rounded_bits(even) | rounded_bits(odd) << 16;
-            std::memcpy(out + unit * 2 * REGISTER_LANES, &pairs, sizeof pairs);
+    static vf in_order(const vf* sums, int v) {
+        vf out;
+#pragma GCC unroll 4
+        for (int part = 0; part < REGISTERS; ++part) {
+            const int unit = (v * REGISTERS + part) / 2, half = (v * REGISTERS + part) % 2;
+            const vr even = part_of(sums[2 * (unit / REGISTERS)], unit % REGISTERS);
+            const vr odd = part_of(sums[2 * (unit / REGISTERS) + 1], unit % REGISTERS);
+            part_of(out, part) = alternating(even, odd, half, std::make_integer_sequence<int, REGISTER_LANES>{});
         }
+        return out;
+    }
+
+   private:
+    // The lanes of both in turns: of their first or of their second half.
+    template <int... LANE>
+    static vr alternating(vr even, vr odd, int half, std::integer_sequence<int, LANE...>) {
+        constexpr int HALF = REGISTER_LANES / 2;
+        return half ? shuffled<(HALF + LANE / 2 + LANE % 2 * REGISTER_LANES)...>(even, odd)
+                    : shuffled<(LANE / 2 + LANE % 2 * REGISTER_LANES)...>(even, odd);
     }
 };
-template <int DIM>
-using RowsOfPairs = SplitRows<DIM>;
-#endif
 
 template <>
-struct Rows<bf16, 32> : RowsOfPairs<32> {};
+struct Rows<bf16, 32> : SplitRows<32> {};
 template <>
-struct Rows<bf16, 64> : RowsOfPairs<64> {};
+struct Rows<bf16, 64> : SplitRows<64> {};
 template <>
-struct Rows<bf16, 96> : RowsOfPairs<96> {};
+struct Rows<bf16, 96> : SplitRows<96> {};
 template <>
-struct Rows<bf16, 128> : RowsOfPairs<128> {};
+struct Rows<bf16, 128> : SplitRows<128> {};
+#endif
 
 }  // namespace disagg

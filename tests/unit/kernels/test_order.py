@@ -1,0 +1,117 @@
+"""One order of sums in both attention kernels: a token's attention has the same bits in a prompt, in any chunk of it,
+as a decode, and as one of several rows of its sequence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kernels.cpu.ops import NativeOps
+from tests.support.paged import PagedCase, prompts
+
+LENGTHS = (1, 16, 17, 255, 256, 257, 300, 511, 513, 700)
+BLOCK_SIZES = (16, 16, 32, 48, 17, 512)
+DIMS = (16, 24, 30, 32, 64, 72, 80, 96, 128, 160)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one random case."""
+
+    num_tokens: int
+    heads: tuple[int, int]
+    dim: int
+    block_size: int
+
+    @classmethod
+    def draw(cls, seed: int) -> Shape:
+        draw = random.Random(seed)
+        num_kv_heads = draw.choice((1, 2, 3))
+        heads = (num_kv_heads * draw.choice((1, 2, 3, 4, 5, 8)), num_kv_heads)
+        return cls(draw.choice(LENGTHS), heads, draw.choice(DIMS), draw.choice(BLOCK_SIZES))
+
+
+class Attention:
+    """All tokens of one sequence, with their queries."""
+
+    def __init__(self, native: NativeOps, shape: Shape, dtype: torch.dtype) -> None:
+        self._native, self.num_tokens = native, shape.num_tokens
+        self.case = PagedCase(
+            [shape.num_tokens], heads=shape.heads, dim=shape.dim, block_size=shape.block_size, dtype=dtype
+        )
+        self.q_TND = self.case.queries(shape.num_tokens)
+
+    def prompt(self, chunk_tokens: int) -> Tensor:
+        case, out = self.case, torch.empty(self.q_TND.shape, dtype=self.q_TND.dtype)
+        for start in range(0, self.num_tokens, chunk_tokens):
+            rows = slice(start, min(start + chunk_tokens, self.num_tokens))
+            prefills = prompts((case.tables_SM[0], start, rows.stop - start))
+            found = self._native.paged_prefill_attention(
+                self.q_TND[rows], case.keys_NKBD, case.values_NKBD, prefills, case.scale, out[rows]
+            )
+            assert found is not None
+        return out
+
+    def decodes(self, positions: list[int]) -> Tensor:
+        """The tokens at these positions, as rows of one step."""
+        case = self.case
+        found = self._native.paged_decode_attention(
+            self.q_TND[positions], case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM.repeat(len(positions), 1),
+            torch.tensor(positions, dtype=torch.int32) + 1, case.scale,
+        )  # fmt: skip
+        assert found is not None
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_token_has_the_same_bits_whoever_computes_it(native: NativeOps, seed: int, dtype: torch.dtype) -> None:
+    attention, draw = Attention(native, Shape.draw(seed), dtype), random.Random(seed)
+    num_tokens = attention.num_tokens
+    whole = attention.prompt(num_tokens)
+    assert torch.equal(attention.prompt(draw.randint(1, num_tokens)), whole)
+    scattered = sorted(draw.sample(range(num_tokens), min(num_tokens, 8)))
+    last = list(range(max(0, num_tokens - draw.choice((2, 5, 16))), num_tokens))
+    for positions in (scattered, last, [num_tokens - 1]):
+        assert torch.equal(attention.decodes(positions), whole[positions])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_threads: int) -> None:
+    """Rows meet in the pieces whose blocks they share, and see what is theirs alone."""
+    case = PagedCase([700, 600, 600], heads=(6, 2), dim=64, dtype=torch.bfloat16)
+    tables = case.poisoned_tables_SM
+    tables[1, :20] = tables[0, :20]  # they part in the second piece
+    tables[2] = tables[0]
+    rows = [(0, 700), (2, 100), (0, 520), (1, 600), (1, 320), (0, 320), (2, 600), (0, 0), (1, 256)]
+    q_SND, lengths = case.queries(len(rows)), [length for _, length in rows]
+
+    def decode(some: list[int]) -> Tensor:
+        table_SM = tables[[rows[i][0] for i in some]]
+        lens_S = torch.tensor([lengths[i] for i in some], dtype=torch.int32)
+        found = native.paged_decode_attention(
+            q_SND[some], case.keys_NKBD, case.values_NKBD, table_SM, lens_S, case.scale
+        )
+        assert found is not None
+        return found
+
+    alone = torch.cat([decode([i]) for i in range(len(rows))])
+    native.set_num_threads(num_threads)
+    together = decode(list(range(len(rows))))
+    native.set_num_threads(1)
+    assert torch.equal(together, alone)
+
+
+def test_values_behind_a_row_do_not_reach_it(native: NativeOps) -> None:
+    """A draft that is not a number spoils no row before it."""
+    attention = Attention(native, Shape(300, (4, 2), 64, 16), torch.bfloat16)
+    expected = attention.decodes([296, 297])
+    case = attention.case
+    case.values_NKBD[case.tables_SM[0, 298 // 16].long(), :, 298 % 16] = float("nan")
+    found = attention.decodes([296, 297, 298, 299])
+    assert torch.equal(found[:2], expected)
+    assert found[2:].isnan().all()
