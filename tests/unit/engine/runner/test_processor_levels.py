@@ -3,13 +3,15 @@ cached changes a bit of a row."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from disagg.engine.plan import StepPlan
+from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
@@ -74,3 +76,44 @@ def test_a_prefix_that_was_cached_changes_nothing(folder: Path, dtype: str, quan
 def captures(runner: TorchModelRunner) -> int:
     assert runner._replayed is not None
     return len(runner._replayed._captured)
+
+
+def tell(
+    runner: TorchModelRunner, token_ids: list[int], prompt_tokens: int, chunk_tokens: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The logits behind a text, and its KV. Its first tokens are computed as a prompt, in chunks, the others as
+    decodes, `rows` in a step."""
+    cache, num_tokens = runner._cache.tensor_NL2KBD, len(token_ids)
+    cache.zero_()
+    sequence = make_sequence(token_ids[:prompt_tokens], list(range(-(-num_tokens // 16))))
+    logits = prefill(runner, sequence, chunk_tokens=chunk_tokens)
+    sequence.token_ids += token_ids[prompt_tokens:]
+    for first in range(prompt_tokens, num_tokens, rows):
+        places = range(first, min(first + rows, num_tokens))
+        entries = tuple(ScheduledSequence(sequence, place, 1, samples=True) for place in places)
+        logits = runner.forward(StepPlan(decodes=entries))[-1]
+    return logits.clone(), cache.clone()
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize(("dtype", "quantization"), DTYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_has_the_same_bits_however_it_is_computed(
+    folder: Path, dtype: str, quantization: str, seed: int
+) -> None:
+    """In a prompt, in a chunk of it, behind a cached prefix, as a decode, as one of several rows of a step."""
+    draw = random.Random(seed)
+    num_tokens = draw.choice((40, 257, 290))
+    runner = make_runner(folder, dtype=dtype, quantization=quantization, max_num_seqs=16)
+    token_ids = prompt(seed + 2, num_tokens)
+    logits, kv = tell(runner, token_ids, num_tokens, num_tokens, 1)
+    for prompt_tokens, chunk_tokens, rows in (
+        (num_tokens, draw.randint(1, num_tokens), 1),
+        (num_tokens, 7, 1),
+        (num_tokens - 20, num_tokens, 1),
+        (num_tokens - 20, 33, 16),
+        (draw.randint(1, num_tokens - 1), 64, draw.randint(2, 16)),
+    ):
+        found_logits, found_kv = tell(runner, token_ids, prompt_tokens, chunk_tokens, rows)
+        assert torch.equal(found_kv, kv), (prompt_tokens, chunk_tokens, rows)
+        assert torch.equal(found_logits, logits), (prompt_tokens, chunk_tokens, rows)
