@@ -161,6 +161,18 @@ def test_the_last_draw_goes_to_the_last_token_that_is_left() -> None:
     assert found.tolist() == [VOCAB_SIZE - 1, *(int(order[row, last]) for row, last in ((1, 99), (2, 19), (3, 0)))]
 
 
+def test_a_search_finds_every_token_that_a_filter_keeps() -> None:
+    """At the middle of its part of the distribution, however many keys are left for the last passes."""
+    kept, rows = 40, 24
+    logits_RV = logits(1, VOCAB_SIZE, 0.001).expand(rows, VOCAB_SIZE).contiguous()
+    values_V, ids_V = logits_RV[0].double().sort(descending=True, stable=True)
+    weights_K = (values_V[:kept] - values_V[0]).exp()
+    middles_K = (weights_K.cumsum(0) - weights_K / 2) / weights_K.sum()
+    filters = filters_of([sequence(0, top_k=kept)] * rows)
+    ranking = rank_top(logits_RV, NUM_RANKED, filters.temperatures_R, VOCAB_SIZE)
+    assert sampling.draw(logits_RV, ranking, filters, middles_K[:rows]).tolist() == ids_V[:rows].tolist()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_rows_that_nothing_can_be_drawn_from() -> None:
     logits_RV = logits(4, VOCAB_SIZE, 0.5)
