@@ -162,6 +162,12 @@ class Follower:
             rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )
         self._connection.send(join)
+        try:
+            return self._follow(runner, self._staging)
+        finally:
+            runner.drop_captures()  # the end of the process would wait for them, as `Collective.close` does
+
+    def _follow(self, runner: ShardRunner, staging: StagingParts) -> int:
         while (command := self._commands.get()) is not None:
             match command:
                 case Begin():
@@ -176,9 +182,9 @@ class Follower:
                 case DropCaptures():
                     runner.drop_captures()
                 case ClearBuffer():
-                    self._staging(command.buffer, command.buffer_bytes)[:] = 0
+                    staging(command.buffer, command.buffer_bytes)[:] = 0
                 case GatherPart() | ScatterPart():
-                    self._answer(_copy(runner, self._staging, command))
+                    self._answer(_copy(runner, staging, command))
                 case Stop():
                     return EXIT_STOPPED
         return EXIT_LOST

@@ -96,6 +96,7 @@ class Group:
         self._ranks: Ranks | None = None
         self._rendezvous: RendezvousServer | None = None
         self._collective: Collective | None = None
+        self._local: ShardRunner | None = None
 
     def form(self) -> GroupRunner:
         """Blocks until all ranks can compute.
@@ -129,10 +130,13 @@ class Group:
         self.followers.broadcast(Begin(num_blocks=num_blocks, collective_address=address))
         self._collective = join_collective(self._config, self._secret, local.shard, address)
         local.join(self._collective, num_blocks)
+        self._local = local
 
     def close(self) -> None:
         """Stop all followers and end their processes. To be called when the engine has stopped. Idempotent."""
         self._end_followers(STOP_TIMEOUT_S)
+        if self._local is not None:
+            self._local.drop_captures()
         if self._collective is not None:
             self._collective.close()
         if self._rendezvous is not None:

@@ -52,7 +52,8 @@ class Collective(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave; who still waits for this rank fails. Idempotent."""
+        """Leave; who still waits for this rank fails. Captured steps that exchange tensors must be dropped before.
+        Idempotent."""
         ...
 
 
@@ -202,7 +203,8 @@ class NcclCollective(GroupCollective):
 
     @override
     def close(self) -> None:
-        """The communicator is aborted, so that nothing hangs in it."""
+        """The communicator is aborted, so that nothing hangs in it. NCCL waits there for the end of every CUDA graph
+        that holds an operation of it."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

@@ -66,6 +66,7 @@ def main(rank_text: str, device_name: str, folder: str, prompt_text: str, answer
         torch.cuda.synchronize()
     print(json.dumps({"sampled": sampled, "captured": len(runner.capture_sizes), "errors": errors}), flush=True)
     sys.stdin.read()  # until it is told to go: who leaves early ends the exchange of the other
+    runner.drop_captures()
     collective.close()
     if server is not None:
         server.close()

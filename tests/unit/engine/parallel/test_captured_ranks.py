@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.config import WorkerConfig
+from disagg.engine.fake_runner import FAKE_FINGERPRINT, FakeModelRunner
+from disagg.engine.parallel import group as group_module
 from disagg.engine.parallel import leader
 from disagg.engine.parallel.followers import RankLostError
+from disagg.engine.parallel.group import Group
+from disagg.engine.rank_messages import Join
 from disagg.engine.runner import model_runner
+from disagg.engine.runner.collectives import Alone
 from disagg.engine.runner.model.replay import ReplayedDecoder
+from disagg.engine.sharding.shards import Shard
 from tests.support.captured import Again, captured_steps
 from tests.support.rank_connections import fake_group
+from tests.support.secret import SECRET
 from tests.support.stepping import decode, make_runner, make_sequence, prefill
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 from tests.unit.engine.parallel.ranks import running_ranks
@@ -106,8 +113,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
 def test_all_ranks_capture_one_size_after_the_other(done: list[tuple[int, Any]]) -> None:
     with fake_group(3, 3, make=Capturing) as group:
         model_runner.warm_up(group.runner)
-    assert [size for _, size in done] == [4, 4, 4, 2, 2, 2, 1, 1, 1]
+    assert [size for _, size in done[:9]] == [4, 4, 4, 2, 2, 2, 1, 1, 1]
     assert [sorted(rank for rank, _ in done[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
+    assert sorted(done[9:]) == [(1, "drop"), (2, "drop")]  # when they end
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -119,7 +127,7 @@ def test_what_one_rank_cannot_capture_no_rank_keeps(
     with caplog.at_level(logging.WARNING), fake_group(3, 3, make=Capturing) as group:
         group.runner.capture_steps()
     assert sorted(done[:6]) == [(each, size) for each in range(3) for size in (2, 4)]
-    assert sorted(done[6:]) == [(each, "drop") for each in range(3)]
+    assert sorted(done[6:]) == [(each, "drop") for each in (0, 1, 1, 2, 2)]  # followers when they end as well
     assert f"steps of 2 rows cannot be captured on all ranks, computing op by op: {{{rank}: 'it waits" in caplog.text
 
 
@@ -130,3 +138,23 @@ def test_a_rank_that_is_silent_ends_the_start(done: list[tuple[int, Any]], monke
         pytest.raises(RankLostError, match=r"ranks \[1\] did not capture a step in 300 s"),
     ):
         group.runner.capture_steps()
+
+
+def test_captures_are_dropped_before_their_exchange_is_left(
+    done: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's abort waits for the end of every CUDA graph that holds an operation of the communicator."""
+
+    class Exchange(Alone):
+        def close(self) -> None:
+            done.append((0, "close"))
+
+    shard = Shard(0, 2)
+    monkeypatch.setattr(group_module, "open_rendezvous", lambda *_: None)
+    monkeypatch.setattr(group_module, "join_collective", lambda *_: Exchange(shard))
+    config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=2)
+    group = Group(config, SECRET, pytest.fail, pytest.fail)
+    local = Capturing(10, 16, 4096, VOCAB_SIZE, num_kv_heads=2, shard=shard)
+    group._begin(local, (Join(rank=1, pid=1, fingerprint=FAKE_FINGERPRINT, num_blocks=10),))
+    group.close()
+    assert done == [(0, "drop"), (0, "close")]
