@@ -1,7 +1,8 @@
 """One side of a pair, as a process: `python -m tests.gpu.pair_peer SIDE SCENARIO DEVICE FOLDER [TRANSPORT]`.
 
-The receiver prints its address first, which the sender reads from its standard input; each side ends with one line of
-JSON that says what it saw. Without a transport's name, over NCCL where the device is `cuda`, over gloo on a CPU.
+The receiver prints its address first, which the sender reads from its standard input; each side prints `connected` when
+its pairs are formed, and ends with one line of JSON that says what it saw. Without a transport's name, over NCCL where
+the device is `cuda`, over gloo on a CPU.
 
     payloads   three messages arrive to the bit
     pairs      several pairs of the same two processes: every receive is posted before anything is sent, and the pairs
@@ -188,6 +189,7 @@ def main(side_name: str, scenario: str, device_name: str, folder: str, transport
         forms = [partial(rendezvous.accept, pair_name) for pair_name in pair_names(scenario)]
         sides = [Side(on_new_thread(device, form), device, name) for form in forms]
         side = sides[0]
+        print("connected", flush=True)
         if scenario == "pairs":
             found = receive_all(sides)
         elif scenario == "payloads":

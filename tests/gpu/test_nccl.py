@@ -76,7 +76,7 @@ def pair(
         assert sender.process.stdin is not None
         sender.process.stdin.write(address + "\n")
         sender.process.stdin.flush()
-        assert sender.line() == "connected"
+        assert sender.line() == receiver.line() == "connected"
         yield sender, receiver
 
 

@@ -1,7 +1,7 @@
 """Bytes between two GPUs, by NCCL: a communicator of two ranks (0 is P, 1 is D) per pair.
 
-NOT VERIFIED: written from the documentation, on a machine without a GPU; no byte was moved by it yet (`make gpu-check`
-does). Importable everywhere.
+On one GPU, through sockets, it has served (`docs/benchmarks/gpu.md`); between two GPUs no byte was moved by it yet
+(`make gpu-check` does). Importable everywhere.
 
 The pair meets as in `gloo.py`: NCCL's unique id, without which it takes no connection, goes to processes of the cluster
 only. Buffers are flat uint8 CUDA tensors, and what fills or reads them must be complete
@@ -223,14 +223,16 @@ class _Operation:
     error: str = ""
 
     def is_over(self) -> bool:
-        """Raises what the device raises, where that is fatal."""
+        """Raises what the device raises, where that is fatal. While the pair is aborted nothing is: an operation whose
+        kernel the abort has ended looks like one that moved its bytes."""
         if self.error or self.transport.closed:
             return True
         try:
-            return bool(self.event.query())
+            is_done = bool(self.event.query())
         except RuntimeError as error:
             self.fail(error)
             return True
+        return is_done and self.transport.group is not None
 
     def fail(self, error: Exception) -> None:
         """Answer with `error`, unless that ends the process."""

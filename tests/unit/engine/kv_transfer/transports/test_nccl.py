@@ -285,6 +285,35 @@ def test_bytes_go_from_the_rank_that_sends_while_no_other_thread_calls(thread: A
     assert group.calls == [(rank, 5, True), (peer, 8, True)]
 
 
+def test_a_receive_that_an_abort_has_ended_has_failed(monkeypatch: pytest.MonkeyPatch, thread: Any) -> None:
+    """Its event is done then as well, before the abort has returned."""
+    said: list[object] = []
+    posted, aborting, seen, decided = (threading.Event() for _ in range(4))
+
+    def query(_: PlayedEvent) -> bool:
+        """The second look at an event that is done shows that the first one decided nothing."""
+        posted.set()
+        if aborting.is_set():
+            (decided if seen.is_set() else seen).set()
+        return aborting.is_set()
+
+    def answered(*answer: object) -> None:
+        said.append(answer)
+        decided.set()
+
+    class Aborted(PlayedGroup):
+        def abort(self) -> None:
+            aborting.set()
+            assert decided.wait(WAIT_S)
+
+    monkeypatch.setattr(PlayedEvent, "query", query)
+    transport = transport_on(thread, Aborted())
+    transport.recv(torch.zeros(8, dtype=torch.uint8), 8, answered)
+    assert posted.wait(WAIT_S)
+    transport.close()
+    assert said == [(False, "the channel is closed", 0)]
+
+
 @pytest.mark.parametrize(("destroy_status", "destroyed"), [(0, [1000]), (700, [])])
 def test_a_pair_that_cannot_be_formed_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, pools: PlayedPools, destroy_status: int, destroyed: list[int]
