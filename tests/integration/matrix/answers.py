@@ -43,9 +43,10 @@ _FORCING = {
     },
     "minItems": 60,
 }
-_FREE = "[a-vx-z0-9 .,:;!?]{600}"
-"""An expression that leaves a choice at each token of an answer, and has none of the words of several letters."""
-_FORCED_BEGINNING, _FREE_BEGINNING = r'\[\s*\{\s*"kind"', "[a-vx-z0-9 .,:;!?]{60}"
+_FREE = "([a-lx .,][m-vyz0-9]){300}"
+"""An expression that leaves a choice at each token of an answer, another one at every second, and has none of the words
+of several letters."""
+_FORCED_BEGINNING, _FREE_BEGINNING = r'\[\s*\{\s*"kind"', "([a-lx .,][m-vyz0-9]){30}"
 
 
 @dataclass

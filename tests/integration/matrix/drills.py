@@ -9,9 +9,10 @@ answer does not end before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -24,6 +25,7 @@ from tests.support.covering import Row
 from tests.support.waiting import eventually
 from tests.support.workers import audit, wait_until_workers_idle
 
+Stage = Callable[[], Coroutine[Any, Any, None]]
 FIRST, OTHER = DECODES
 FIRST_PREFILL, OTHER_PREFILL = PREFILLS
 NUM_BEGUN = 4
@@ -100,13 +102,14 @@ class Drill:
         self.seen.has_forced = num_steps < num_tokens * SHARE_OF_STEPS - self.seen.num_accepted
         return got
 
-    async def _ask(self) -> list[Got]:
+    def _ask(self) -> Coroutine[Any, Any, list[Got]]:
         if self._row["resumed"] == "events":
-            return await self._stream.read()
-        return await ask(self._front.address, self._question, self._expected)
+            return self._stream.read()
+        return ask(self._front.address, self._question, self._expected)
 
-    def _stages(self) -> list[Callable[[], Awaitable[None]]]:
-        row, stages = self._row, list[Callable[[], Awaitable[None]]]()
+    def _stages(self) -> list[Stage]:
+        row = self._row
+        stages: list[Stage] = []
         if row["retry"] == "prefill":
             stages.append(self._kill_prefill)
         stages.append(self._decodes)
@@ -263,7 +266,7 @@ class Drill:
         return counts[-1] - before
 
 
-async def _unless_ended(stage: Callable[[], Awaitable[None]], answers: asyncio.Task[list[Got]]) -> None:
+async def _unless_ended(stage: Stage, answers: asyncio.Task[list[Got]]) -> None:
     """Run a stage. An answer that fails, or ends before the stage has, ends it."""
     running = asyncio.ensure_future(stage())
     await asyncio.wait({running, answers}, return_when=asyncio.FIRST_COMPLETED)

@@ -86,7 +86,7 @@ class FrontEnd:
         self.router.drain_worker(WorkerId(name), self._infos[WorkerId(name)].incarnation)
 
     def use(self, name: str) -> None:
-        """End that."""
+        """Place requests on a worker again that was avoided."""
         self._avoided.discard(name)
         self.router.resume_worker(WorkerId(name), self._infos[WorkerId(name)].incarnation)
 

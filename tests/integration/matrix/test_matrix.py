@@ -26,6 +26,7 @@ from tests.support.workers import wait_until_workers_idle
 
 COVERING = covering()
 PAIRS = pairs()
+ROWS: list[Row] = [*COVERING, *PAIRS]
 CASES = [
     *(pytest.param(row, id=name_of(row)) for row in COVERING),
     *(pytest.param(row, id=f"pair-{name_of(row)}", marks=pytest.mark.slow) for row in PAIRS),
@@ -90,7 +91,7 @@ def case(request: pytest.FixtureRequest, fleets: Fleets) -> tuple[Row, Fleet]:
 @pytest.mark.parametrize("case", CASES, indirect=True)
 async def test_a_row_gives_the_tokens_of_a_plain_run(case: tuple[Row, Fleet], plain: Fleet, checkpoint: Path) -> None:
     row, fleet = case
-    await one_row(fleet, plain, checkpoint, Question(row, [*COVERING, *PAIRS].index(dict(row))))
+    await one_row(fleet, plain, checkpoint, Question(row, ROWS.index(row)))
 
 
 async def one_row(fleet: Fleet, plain: Fleet, checkpoint: Path, question: Question) -> None:
