@@ -111,9 +111,10 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Speculative decoding: tokens that may come next are computed beside the last known one, and kept as far as they
     are what is sampled. They change no token, whatever the sampling parameters."""
 
-    method: Literal["lookup", "draft", "off"] = "off"
+    method: Literal["auto", "lookup", "draft", "off"] = "auto"
     """What proposes drafts. `lookup` takes what followed the end of the text where it occurred before, in the prompt or
-    in the answer (prompt lookup, n-gram speculation); `draft` asks a smaller model."""
+    in the answer (prompt lookup, n-gram speculation); `draft` asks a smaller model. `auto` is `lookup` on a CPU, and
+    `off` on a GPU until it was measured under load there."""
     model: Name | None = None
     """Draft model of method `draft`: a checkpoint folder, or the name of an imported model. It has the vocabulary of
     the model it drafts for. Its KV is part of `kv_cache_bytes`."""
@@ -123,6 +124,15 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 SPECULATION_DEFAULTS = SpeculationOptions()
+NO_SPECULATION = SpeculationOptions(method="off")
+
+
+def resolved_speculation(options: SpeculationOptions, device: str, *, is_fake: bool) -> SpeculationOptions:
+    """With a method in place of `auto`: none for the model without weights, whose tokens never come again."""
+    if options.method != "auto":
+        return options
+    is_off = is_fake or device.partition(":")[0] != "cpu"
+    return msgspec.structs.replace(options, method="off" if is_off else "lookup")
 
 
 class EngineLimits(KvReserve, frozen=True, kw_only=True):
@@ -233,6 +243,7 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     port: int = 0
     """0 takes any free port."""
     num_threads: Count = 1
+    speculation: SpeculationOptions = NO_SPECULATION
     threads_are_open: bool = False
     """Whether it may compute with one thread instead, where that is as fast."""
     dtype: Dtype = "bfloat16"

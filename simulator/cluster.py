@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import override
 
-from disagg.engine.config import SpeculationOptions, WorkerConfig
+from disagg.engine.config import NO_SPECULATION, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, StepSample
@@ -34,9 +34,6 @@ from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, 
 from disagg.simulator.world.surroundings import Answers, Surroundings
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
 from disagg.step_times.interface import StepTimes
-
-NO_SPECULATION = SpeculationOptions(method="off")
-"""Simulated tokens mean nothing, so nothing is looked up in them; see `durations/drafts.py`."""
 
 
 class Sample(NamedTuple):

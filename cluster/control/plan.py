@@ -45,6 +45,7 @@ from disagg.engine.config import (
     WorkerConfig,
     device_defaults,
     resolved_dtype,
+    resolved_speculation,
 )
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.sharding.model_shards import rank_model
@@ -179,7 +180,9 @@ def worker_config(
     pool, alone = dict(active_pools(config))[name], models_of(config)[model_of(name)]
     limits = _fields(EngineLimits, pool) | {
         "device": worker_device(config, name, index),
-        "speculation": _with_folder(pool.speculation),
+        "speculation": resolved_speculation(
+            _with_folder(pool.speculation), pool.device, is_fake=model_path == FAKE_MODEL
+        ),
     }
     return WorkerConfig(
         **_fields(ModelOptions, alone.model) | {"dtype": resolved_dtype(alone.model, pool.device, cpu_dtype)},

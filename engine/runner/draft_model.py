@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from disagg.engine.batch_arrays import blocks_for_tokens
 from disagg.engine.checkpoint.checkpoint import read_model_config
-from disagg.engine.config import SPECULATION_DEFAULTS, WorkerConfig
+from disagg.engine.config import NO_SPECULATION, WorkerConfig
 from disagg.engine.draft_row import DraftRow, SampledRow
 from disagg.engine.plan import NO_TOKEN, ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
@@ -80,7 +80,7 @@ class DraftModel(Proposer):
         alone = msgspec.structs.replace(
             config,
             model_path=config.speculation.model,
-            speculation=SPECULATION_DEFAULTS,
+            speculation=NO_SPECULATION,
             num_blocks=num_blocks,
             max_model_len=min(max_model_len, longest),
             step_ahead=False,

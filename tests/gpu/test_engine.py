@@ -211,7 +211,7 @@ def test_drafts_beside_steps_that_are_launched_ahead_answer_the_same(
     ]
     found = []
     lookup = SpeculationOptions(method="lookup", max_draft=6)
-    for options in (SpeculationOptions(), lookup):
+    for options in (SpeculationOptions(method="off"), lookup):
         config = config_of(folders["qwen3"], device, num_blocks=80, max_num_seqs=24, speculation=options)
         runner = TorchModelRunner(config)
         model_runner.warm_up(runner)

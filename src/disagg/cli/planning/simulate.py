@@ -14,7 +14,7 @@ from rich.console import Console
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, load_config, override
 from disagg.cluster.control.plan import router_config, worker_config
 from disagg.cluster.system.provenance import commit
-from disagg.engine.config import device_defaults
+from disagg.engine.config import device_defaults, resolved_speculation
 from disagg.loadtests.campaign.report import command_line, print_run, run_summary, write_html, write_json
 from disagg.loadtests.records import RequestRecord, to_line
 from disagg.loadtests.scenario import Overrides, load_scenario, scenario_path
@@ -103,6 +103,7 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
     pools = []
     for name, pool in active_pools(config):
         worker = worker_config(config, name, 0, "fake", range(1024))
+        speculation = resolved_speculation(pool.speculation, pool.device, is_fake=False)
         block_bytes = timing.kv_bytes_per_token * worker.block_size
         num_blocks = pool.num_blocks or _cache_bytes(name, pool) * pool.tp // block_bytes
         if num_blocks < 1:
@@ -116,7 +117,7 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
                 size=pool.size,
                 worker=msgspec.structs.replace(worker, tp=1),
                 num_blocks=num_blocks,
-                times=timing.of_pool(name, has_drafts=worker.speculation.method != "off"),
+                times=timing.of_pool(name, has_drafts=speculation.method != "off"),
                 cold_start_s=timing.cold_start_s,
             )
         )

@@ -220,7 +220,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ),
         (
             "pools: {decode: {speculation: {method: medusa}}}",
-            "pools.decode.speculation.method: 'medusa' is not allowed; choose from: lookup, draft, off",
+            "pools.decode.speculation.method: 'medusa' is not allowed; choose from: auto, lookup, draft, off",
         ),
         ("pools: {decode: {tp: 0}}", "pools.decode.tp: expected int >= 1; got 0"),
         ("pools: {prefill: {block_size: 24}}", "pools.prefill.block_size: 24 is not a multiple of 16"),

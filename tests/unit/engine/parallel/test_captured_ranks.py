@@ -153,6 +153,7 @@ def test_captures_are_dropped_before_their_exchange_is_left(
     monkeypatch.setattr(group_module, "open_rendezvous", lambda *_: None)
     monkeypatch.setattr(group_module, "join_collective", lambda *_: Exchange(shard))
     config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=2)
+
     def fail(*_: object) -> NoReturn:
         pytest.fail("neither are ranks started nor do they fail")
 

@@ -41,7 +41,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def config_of(folder: Path, draft: Path | None = None, **changes: Any) -> WorkerConfig:
-    speculation = SpeculationOptions() if draft is None else SpeculationOptions(method="draft", model=str(draft))
+    speculation = (
+        SpeculationOptions(method="off") if draft is None else SpeculationOptions(method="draft", model=str(draft))
+    )
     fields: dict[str, Any] = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "speculation": speculation, **changes}
     return WorkerConfig(worker_id="w", roles=("prefill", "decode"), model_path=str(folder), **fields)
 
