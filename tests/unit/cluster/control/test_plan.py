@@ -17,7 +17,7 @@ from disagg.cluster.control.plan import (
     worker_config,
 )
 from disagg.cluster.core.config_reader import read_struct
-from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, TransferLimits
+from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, SpeculationOptions, TransferLimits
 from disagg.engine.kv_transfer.transports import nixl_agent
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.config import ModelSource
@@ -251,8 +251,8 @@ def other_value(field: msgspec.structs.FieldInfo) -> Any:
         "scheduling": "static",
         "attention": "triton",
     }
-    words |= {"kv_cache_bytes": 12345}  # type: ignore[dict-item]
     named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11, "max_itl_ms": 40.0}
+    named |= {"kv_cache_bytes": 12345, "speculation": SpeculationOptions(method="off", max_draft=3)}  # type: ignore[dict-item]
     if field.name in named:
         return named[field.name]
     return not field.default if isinstance(field.default, bool) else type(field.default)(field.default / 2 + 1)
@@ -266,7 +266,7 @@ def test_each_limit_of_the_yaml_reaches_the_worker() -> None:
     }
     model, kernels, pool, transfer = sections.values()
     raw = {"mode": "colocated", "model": model, "kernels": kernels, "pools": {"colocated": pool}, "transfer": transfer}
-    config = read_struct(ClusterConfig, raw)  # unchecked: the values need not go together
+    config = read_struct(ClusterConfig, msgspec.to_builtins(raw))  # unchecked: the values need not go together
     worker = worker_config(config, "colocated", 0, "/m", (0,))
     for kind, values in sections.items():
         source = worker.transfer if kind is TransferLimits else worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -153,11 +153,7 @@ def test_captures_are_dropped_before_their_exchange_is_left(
     monkeypatch.setattr(group_module, "open_rendezvous", lambda *_: None)
     monkeypatch.setattr(group_module, "join_collective", lambda *_: Exchange(shard))
     config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=2)
-
-    def fail(*_: object) -> NoReturn:
-        pytest.fail("neither are ranks started nor do they fail")
-
-    group = Group(config, SECRET, fail, fail)
+    group = Group(config, SECRET, pytest.fail, lambda error: pytest.fail(str(error)))
     local = Capturing(10, 16, 4096, VOCAB_SIZE, num_kv_heads=2, shard=shard)
     group._begin(local, (Join(rank=1, pid=1, fingerprint=FAKE_FINGERPRINT, num_blocks=10),))
     group.close()
