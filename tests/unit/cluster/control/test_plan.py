@@ -252,7 +252,7 @@ def other_value(field: msgspec.structs.FieldInfo) -> Any:
         "attention": "triton",
     }
     named = words | {"device": "cuda:1", "watermark": 0.5, "max_model_len": 50, "num_blocks": 11, "max_itl_ms": 40.0}
-    named |= {"kv_cache_bytes": 12345, "speculation": SpeculationOptions(method="off", max_draft=3)}  # type: ignore[dict-item]
+    named |= {"kv_cache_bytes": 12345, "speculation": SpeculationOptions(method="off", max_draft=3)}
     if field.name in named:
         return named[field.name]
     return not field.default if isinstance(field.default, bool) else type(field.default)(field.default / 2 + 1)
