@@ -53,6 +53,9 @@ class _Proposed:
     """How many of it are computed."""
 
 
+LONGEST_STEP = 1.5
+"""How many times as long as without drafts a step may take. Beyond, a few percent more tokens a second would be paid by
+the sequences of the batch that have no drafts, whose tokens all come later."""
 TRY_AGAIN = 32
 """Number of steps without drafts of a costly proposer after which it is asked for one of each sequence, so that a text
 that became predictable is noticed."""
@@ -93,6 +96,7 @@ class Speculation:
         nothing: list[tuple[int, ...]] = [()] * len(sequences)
         if self._rests():
             return nothing
+        most_ms = min(most_ms, LONGEST_STEP * self._times.ms(num_rows, context))
         most_rows = self._fitting(num_rows, context, most_rows, most_ms)
         mosts = [min(most, self._max_draft) for _, most in sequences]
         if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
@@ -125,6 +129,7 @@ class Speculation:
         proposed behind the token before it."""
         if self._rests():
             return False
+        most_rows = self._fitting(num_rows, context, most_rows, LONGEST_STEP * self._times.ms(num_rows, context))
         mosts = [min(most, self._max_draft) for _, most in sequences]
         found = may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows))
         if found:

@@ -151,4 +151,4 @@ def test_steps_that_are_often_disturbed_mislead_little(work: str) -> None:
 def test_a_worker_without_calibration_learns_its_step_times() -> None:
     for batch in (1, 4, 8):
         unknown = Speculation(Lookup(), [], max_draft=8)
-        assert speed(unknown, WORKS["copying"], batch) >= 0.95 * speed(lookup(), WORKS["copying"], batch)
+        assert speed(unknown, WORKS["copying"], batch) >= 0.9 * speed(lookup(), WORKS["copying"], batch)
