@@ -134,11 +134,12 @@ def build(files: Sequence[Path], folder: Path, compiler: str, level: Level = NAT
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(folder)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_ours(path):
-                path.unlink(missing_ok=True)
-                _compile(files, path, [compiler, *flags])
+        if not _is_ours(path):  # else nobody waits for who compiles another one
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not _is_ours(path):
+                    path.unlink(missing_ok=True)
+                    _compile(files, path, [compiler, *flags])
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
     return Library(path, _described(level) if level.simd else _simd(macros))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 from collections.abc import Mapping
@@ -184,6 +185,18 @@ def test_workers_that_start_together_compile_once(
         made = list(pool.map(lambda _: build.build(files, tmp_path / "cache", compiler), range(4)))
     assert len(set(made)) == 1
     assert len([record for record in caplog.records if "compiling" in record.getMessage()]) == 1
+
+
+def test_a_library_that_is_there_is_found_while_another_one_is_compiled(compiler: str, tmp_path: Path) -> None:
+    files = source(tmp_path, ANSWER)
+    library = build.build(files, tmp_path, compiler)
+    with (tmp_path / "lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = pool.submit(build.build, files, tmp_path, compiler)
+        try:
+            assert found.result(timeout=60) == library
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def test_another_source_is_another_library(compiler: str, tmp_path: Path) -> None:
