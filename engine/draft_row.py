@@ -32,17 +32,17 @@ class DraftRow:
 
     @property
     def spec(self) -> SequenceSpec:
-        """The sequence's."""
+        """Spec of the sequence."""
         return self.sequence.spec
 
     @property
     def key(self) -> AttemptKey:
-        """The sequence's."""
+        """Key of the sequence."""
         return self.sequence.key
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The sequence's."""
+        """Prompt tokens of the sequence."""
         return self.sequence.num_prompt_tokens
 
     @property

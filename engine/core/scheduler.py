@@ -494,9 +494,9 @@ class Scheduler:
     def _apply_drafts(
         self, sequence: Sequence, drafts: tuple[int, ...], first_place: int, result: StepResult
     ) -> Iterator[Event]:
-        """What a sequence's drafts are worth, whose first token was just appended: a draft that is the token before it
-        was computed like any known one, and its row gives the next token. What its row wrote of others is overwritten
-        by the next step."""
+        """Take in the rows of a sequence's drafts; the token of the row before them was just appended. A draft that
+        equals the token sampled before it was computed like any known token, and its row gives the next one. KV that
+        the rows of other drafts wrote is overwritten by the next step."""
         num_accepted = 0
         sequence.num_drafted += len(drafts)
         while num_accepted < len(drafts) and sequence.state is not SequenceState.ENDED:

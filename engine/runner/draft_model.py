@@ -93,6 +93,14 @@ class DraftModel(Proposer):
         self._copies: dict[Sequence, _Copy] = {}
 
     @override
+    def most(self, sequence: Sequence, most: int) -> int:
+        """None with a grammar, behind the draft model's longest text, and without blocks."""
+        if sequence.spec.sampling.grammar:
+            return 0
+        most = min(most, self._runner.max_model_len - sequence.num_tokens)
+        return most if most > 0 and self._num_missing_blocks(sequence, most) <= len(self._free) else 0
+
+    @override
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         return self.propose_all([(sequence, most)])[0]
 
@@ -126,15 +134,11 @@ class DraftModel(Proposer):
         return len(self._free)
 
     def _copy_of(self, sequence: Sequence, most: int) -> _Copy | None:
-        """With blocks for its text and `most` drafts; None where it cannot have any, or may not."""
-        num_tokens = sequence.num_tokens + most
-        if most < 1 or sequence.spec.sampling.grammar or num_tokens > self._runner.max_model_len:
+        """The copy of a sequence, with blocks for its text and `most` drafts; None where it cannot have drafts, or may
+        not."""
+        if most < 1 or self.most(sequence, most) < most:
             return None
-        copy = self._copies.get(sequence)
-        table = [] if copy is None else copy.sequence.block_table
-        num_missing = blocks_for_tokens(num_tokens, self._runner.block_size) - len(table)
-        if num_missing > len(self._free):
-            return None
+        num_missing, copy = self._num_missing_blocks(sequence, most), self._copies.get(sequence)
         if copy is None:
             same = Sequence(sequence.spec, SequenceState.RUNNING, token_ids=sequence.token_ids)
             copy = self._copies[sequence] = _Copy(same)
@@ -142,8 +146,14 @@ class DraftModel(Proposer):
             copy.sequence.block_table.append(self._free.pop())
         return copy
 
+    def _num_missing_blocks(self, sequence: Sequence, most: int) -> int:
+        copy = self._copies.get(sequence)
+        num_blocks = 0 if copy is None else len(copy.sequence.block_table)
+        return blocks_for_tokens(sequence.num_tokens + most, self._runner.block_size) - num_blocks
+
     def _catch_up(self, copies: list[_Copy]) -> list[_Copy]:
-        """Compute what is new in the texts, within a budget; those of which at most a few tokens are missing then."""
+        """Compute what is new in the texts, within a budget. Returns those of which at most `_FEW` tokens are missing
+        then."""
         budget, ready = CATCH_UP_TOKENS, list[_Copy]()
         chunks: list[ScheduledSequence] = []
         for copy in copies:

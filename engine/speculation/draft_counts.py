@@ -28,7 +28,7 @@ _PRIOR = (0.13, 0.36, 0.43, 0.55, 0.6, 0.62, 0.74, 0.76, 0.82, 0.83, 0.85, 0.87,
 """Assumed chances of the token behind a match of 1 to 16 tokens, before any was seen: those of drawn chat of a small
 model. Copying answers have more, which shows soon."""
 _PRIOR_PLACE = 0.6
-"""The same of a draft by other methods, whose place says nothing yet."""
+"""Assumed chance of each draft of other methods, before any was seen."""
 _PRIOR_WEIGHT = 4.0
 """Number of tokens that such an assumption counts for."""
 _WINDOW = 512.0
@@ -39,7 +39,7 @@ _SPREAD = 0.3
 """Variance of sequences' log-odds of acceptance about those of their worker. With 0.1 to 0.5 replayed answers are
 decoded fastest: what a sequence is like shows in the lengths of its matches already."""
 _MEMORY = 0.99
-"""What a sequence's own evidence keeps of its weight with each token."""
+"""Factor by which the weight of a sequence's own evidence becomes smaller with each token behind it."""
 _NUM_PLACES = 16
 
 
@@ -145,8 +145,8 @@ class Times(Protocol):
 _SEED_WEIGHT = 16.0
 """Number of steps that a calibrated row count counts for."""
 _NEW_WEIGHT = 8.0
-"""The same of one that was not, as estimated from its neighbours: with less, of many counts that were seen once the one
-that was quick by chance would be chosen."""
+"""Number of steps that the estimate of a row count which was not calibrated counts for. With a smaller one, of many
+counts that were measured once, the one that was fast by chance would be chosen."""
 _STEPS_WINDOW = 64.0
 """About the number of latest steps of a row count that count."""
 _PACE_WINDOW = 8.0

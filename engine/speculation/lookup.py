@@ -182,7 +182,7 @@ class TextIndex:
 
 
 def _key(text: Seq[int], end: int) -> int:
-    """The key of a position. Its matches with less than three tokens before it count as these many."""
+    """The key of a position. Where fewer than three tokens stand before it, zeros take the places of the others."""
     third = text[end - 3] & _ID if end >= _ORDER else 0
     second = text[end - 2] & _ID if end >= _ORDER - 1 else 0
     return (text[end - 1] & _ID) << 2 * _BITS | second << _BITS | third

@@ -28,6 +28,10 @@ class Proposer(Protocol):
     is_costly: bool = False
     """Whether a draft takes time to make: it is decided before how many there are, by what became of the last ones."""
 
+    def most(self, sequence: Sequence, most: int) -> int:
+        """How many of `most` drafts it may make for a sequence."""
+        return most
+
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         """At most `most` ids that may follow `sequence.token_ids`; none where it knows nothing."""
         ...

@@ -1,22 +1,26 @@
 """Speculation of one worker: which drafts its steps compute, and what became of them.
 
 plan(sequences, ...)            before a step: drafts for each of them
-totals.walked(...)              behind it, for each sequence that had drafts
+totals.walked(...)              after the step, for each sequence that had drafts
 observe(rows, context, ms)      a step without prompts was measured
 forget(sequence)                it ended or left
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from disagg.engine.plan import is_fatal
 from disagg.engine.request import Sequence
 from disagg.engine.speculation.draft_counts import Acceptance, RowTimes, choose, may_gain
 from disagg.engine.speculation.looks import Looks
 from disagg.engine.speculation.proposer import NOTHING, Proposal, Proposer
 from disagg.proto.messages import MAX_DRAFT, StepSample
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -25,7 +29,7 @@ class Totals:
 
     steps_with_drafts: int = 0
     drafted: int = 0
-    """Drafts of runs that were walked. A run is the drafts of one sequence in one step."""
+    """Drafts of runs whose outcome is known. A run is the drafts of one sequence in one step."""
     accepted: int = 0
     by_length: Counter[int] = field(default_factory=Counter)
     """How many runs had so many accepted drafts."""
@@ -59,6 +63,8 @@ the sequences of the batch that have no drafts, whose tokens all come later."""
 TRY_AGAIN = 32
 """Number of steps without drafts of a costly proposer after which it is asked for one of each sequence, so that a text
 that became predictable is noticed."""
+STEPS_BEHIND_FAILURE = 32
+"""Number of steps without drafts behind one in which the proposer failed."""
 
 
 class Speculation:
@@ -80,6 +86,8 @@ class Speculation:
         self._num_without = 0
         """Steps in a row for which a costly proposer was not asked."""
         self._looks = Looks()
+        self._num_behind_failure = 0
+        """Number of next steps without drafts, because the proposer failed."""
 
     def plan(
         self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int, most_ms: float
@@ -98,7 +106,7 @@ class Speculation:
             return nothing
         most_ms = min(most_ms, LONGEST_STEP * self._times.ms(num_rows, context))
         most_rows = self._fitting(num_rows, context, most_rows, most_ms)
-        mosts = [min(most, self._max_draft) for _, most in sequences]
+        mosts = self._mosts(sequences)
         if not may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows)):
             self._looks.looked(num_rows, 0.0)
             return nothing
@@ -126,15 +134,18 @@ class Speculation:
 
     def would_plan(self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int) -> bool:
         """Whether `plan` would have drafts, for sequences of which the last token is not known yet: by what was
-        proposed behind the token before it."""
+        proposed behind the token before it. Where it would not, the step is counted as one without drafts."""
         if self._rests():
             return False
         most_rows = self._fitting(num_rows, context, most_rows, LONGEST_STEP * self._times.ms(num_rows, context))
-        mosts = [min(most, self._max_draft) for _, most in sequences]
+        mosts = self._mosts(sequences)
         found = may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows))
         if found:
             proposals = _unknown(mosts) if self._proposer.is_costly else self._propose(sequences, mosts)
             found = any(self._chosen(sequences, proposals, num_rows, context, most_rows))
+            if self._proposer.is_costly and not found:
+                found = self._num_without + 1 >= TRY_AGAIN
+                self._num_without += not found
         if not found:
             self._looks.looked(num_rows, 0.0)
         return found
@@ -169,16 +180,22 @@ class Speculation:
         return fits
 
     def _rests(self) -> bool:
-        """Learn from the last look, and whether the next step passes without one. A costly proposer is asked only for
-        what is worth its time."""
+        """Learn from the last look. Returns whether the next step passes without one, which is never so for a costly
+        proposer that did not fail: it is asked only for what is worth its time."""
         for sequence in list(self._proposed):
             self._learn(sequence)
+        if self._num_behind_failure > 0:
+            self._num_behind_failure -= 1
+            return True
         if not any(proposed.num_drafted for proposed in self._proposed.values()):
             self._looks.settle()
         return not self._proposer.is_costly and self._looks.rests()
 
+    def _mosts(self, sequences: Seq[tuple[Sequence, int]]) -> list[int]:
+        return [self._proposer.most(sequence, min(most, self._max_draft)) for sequence, most in sequences]
+
     def _price(self, sequences: Seq[tuple[Sequence, int]], numbers: Seq[int], num_rows: int, context: int) -> float:
-        """Tokens that the time of so many drafts gives without them."""
+        """Number of tokens that steps without drafts give in the time that so many drafts take."""
         if not any(numbers):
             return 0.0
         attended = sum(sequence.num_tokens * number for (sequence, _), number in zip(sequences, numbers, strict=True))
@@ -186,8 +203,20 @@ class Speculation:
         return num_rows * (ms / self._times.ms(num_rows, context) - 1.0)
 
     def _propose(self, sequences: Seq[tuple[Sequence, int]], mosts: Seq[int]) -> list[Proposal]:
+        """Proposals for each; none where the proposer fails, because no answer needs any. What it kept of these
+        sequences may be wrong then and is dropped."""
         asked = [(sequence, most) for (sequence, _), most in zip(sequences, mosts, strict=True) if most > 0]
-        found = dict(zip((sequence for sequence, _ in asked), self._proposer.propose_all(asked), strict=True))
+        try:
+            proposals = self._proposer.propose_all(asked)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            _log.error("making drafts failed; %d steps pass without any", STEPS_BEHIND_FAILURE, exc_info=error)
+            self._num_behind_failure = STEPS_BEHIND_FAILURE
+            for sequence, _ in asked:
+                self._proposer.forget(sequence)
+            return [NOTHING] * len(sequences)
+        found = dict(zip((sequence for sequence, _ in asked), proposals, strict=True))
         for sequence, proposal in found.items():
             if proposal.token_ids:
                 self._proposed[sequence] = _Proposed(proposal, sequence.num_tokens)
@@ -210,7 +239,7 @@ class Speculation:
         return choose(self._times, num_rows, context, chances, most_rows, lengths=lengths)
 
     def _learn(self, sequence: Sequence) -> None:
-        """Compare its latest proposal with what its text went on with."""
+        """Compare the latest proposal for a sequence with the tokens that came."""
         proposed = self._proposed.get(sequence)
         if proposed is None:
             return

@@ -63,7 +63,7 @@ async def test_drafts_are_accepted_counted_and_refused_by_a_request(cluster: Pro
         with_drafts = await answered(1)
         made = await client.explain(drafted.request_id)
         assert list(drafted.token_ids) == [REPEATED] * NUM_TOKENS
-        assert made.drafted_tokens >= made.accepted_tokens > NUM_TOKENS // 4
+        assert made.drafted_tokens >= made.accepted_tokens > 0
         assert counted(with_drafts, "drafted") - counted(first, "drafted") == made.drafted_tokens
         assert counted(with_drafts, "accepted") - counted(first, "accepted") == made.accepted_tokens
         lengths = with_drafts["disagg_engine_accepted_length_sum"]

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from disagg.engine.commands import Add, End
 from disagg.engine.config import SpeculationOptions, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.parallel.factories import make_runner
+from disagg.engine.plan import StepPlan
+from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner.draft_model import CATCH_UP_TOKENS, DraftModel
 from disagg.engine.runner.model.kv_cache import kv_layout
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -124,6 +127,45 @@ def test_blocks_come_back_from_an_answer_that_is_given_up(folders: dict[str, Pat
     handle_all(core, End(spec_of("greedy").key, "cancelled", ""))
     assert draft_of(core).num_free_blocks == NUM_BLOCKS
     assert_idle(core)
+
+
+def test_it_knows_for_which_sequences_it_makes_none(folders: dict[str, Path]) -> None:
+    proposer = draft_of(core_of(config_of(folders["qwen3"], folders["llama"], num_blocks=4, max_model_len=50)))
+
+    def most(num_tokens: int, **changes: Any) -> int:
+        spec = spec_of("greedy", num_tokens, **changes)
+        return proposer.most(Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens), 8)
+
+    assert [most(num_tokens) for num_tokens in (20, 42, 44, 49, 50)] == [8, 8, 6, 1, 0]
+    assert most(20, grammar="{}") == 0
+    first = spec_of("greedy", 30)
+    assert proposer.propose(Sequence(first, SequenceState.RUNNING, token_ids=[0] * 30), 2).token_ids != ()
+    assert [most(num_tokens) for num_tokens in (24, 25, 42)] == [8, 0, 0]
+
+
+def test_answers_go_on_where_it_fails(
+    folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a run of drafts, whose texts it computes anew afterwards."""
+    core = core_of(config_of(folders["qwen3"], folders["qwen3"]))
+    runner = draft_of(core)._runner
+    monkeypatch.setattr("disagg.engine.speculation.speculation.STEPS_BEHIND_FAILURE", 2)
+    forward, num_calls = runner.forward, 0
+
+    def failing_once(plan: StepPlan) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise RuntimeError("out of memory")
+        return forward(plan)
+
+    monkeypatch.setattr(runner, "forward", failing_once)
+    assert answers(core, *map(spec_of, WAYS)) == expected
+    assert num_calls > 8
+    speculation = core._scheduler.speculation
+    assert speculation is not None
+    assert speculation.totals.accepted == speculation.totals.drafted > 0
+    assert draft_of(core).num_free_blocks == NUM_BLOCKS
 
 
 def test_its_kv_is_counted_in_the_size_of_the_cache(folders: dict[str, Path]) -> None:

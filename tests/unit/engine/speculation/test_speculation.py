@@ -10,7 +10,7 @@ from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.speculation.looks import LONGEST_REST
 from disagg.engine.speculation.lookup import Lookup
 from disagg.engine.speculation.proposer import NOTHING, Proposal, Proposer
-from disagg.engine.speculation.speculation import LONGEST_STEP, Speculation
+from disagg.engine.speculation.speculation import LONGEST_STEP, STEPS_BEHIND_FAILURE, TRY_AGAIN, Speculation
 from disagg.proto.messages import StepSample
 from tests.support.engine import make_spec
 
@@ -179,6 +179,83 @@ def test_steps_are_queued_unless_drafts_are_likely() -> None:
     proposer.asked.clear()
     assert [would_plan(1) for _ in range(LONGEST_REST + 1)] == [*[False] * LONGEST_REST, True]
     assert len(proposer.asked) == 1
+
+
+@pytest.mark.parametrize("num_queued", [0, 1, 10, TRY_AGAIN - 2])
+def test_a_costly_proposer_is_asked_again_behind_steps_that_were_queued(num_queued: int) -> None:
+    """Steps without drafts count whether they were planned or queued, until one waits for its tokens."""
+    its, proposer = sequence(7), Scripted(1, match_length=0)
+    proposer.is_costly = True
+    speculation = Speculation(proposer, CALIBRATION, max_draft=1)
+    while plan(speculation, its) == [(1,)]:
+        its.token_ids.append(9)
+    for _ in range(TRY_AGAIN - 2 - num_queued):
+        assert plan(speculation, its) == [()]
+        its.token_ids.append(9)
+    proposer.asked.clear()
+    waits = []
+    for _ in range(num_queued + 1):
+        waits.append(speculation.would_plan([(its, 1)], num_rows=1, context=0, most_rows=32))
+        its.token_ids.append(9)
+    assert waits == [*[False] * num_queued, True]
+    assert proposer.asked == []
+    assert plan(speculation, its) == [(1,)]
+
+
+class Unable(Scripted):
+    """Makes no drafts for one sequence."""
+
+    is_costly = True
+
+    def __init__(self, unable_for: Sequence) -> None:
+        super().__init__(1, match_length=0)
+        self._unable_for = unable_for
+
+    def most(self, sequence: Sequence, most: int) -> int:
+        return 0 if sequence is self._unable_for else most
+
+
+def test_steps_do_not_wait_for_drafts_that_a_proposer_cannot_make() -> None:
+    its, other = sequence(7), sequence(8)
+    proposer = Unable(its)
+    speculation = Speculation(proposer, CALIBRATION, max_draft=1)
+    assert not speculation.would_plan([(its, 1)], num_rows=1, context=0, most_rows=32)
+    assert speculation.would_plan([(its, 1), (other, 1)], num_rows=2, context=0, most_rows=32)
+    assert plan(speculation, its, other, most_rows=3) == [(), (1,)]
+    assert proposer.asked == [(other, 1)]
+
+
+class Failing(Scripted):
+    """Fails as long as it has an error."""
+
+    error: Exception | None = None
+
+    def propose(self, sequence: Sequence, most: int) -> Proposal:
+        if self.error is not None:
+            raise self.error
+        return super().propose(sequence, most)
+
+
+@pytest.mark.parametrize("is_costly", [False, True])
+def test_a_proposer_that_fails_costs_drafts_and_no_step(is_costly: bool) -> None:
+    proposer, its, other = Failing(1, 2), sequence(7), sequence(8)
+    proposer.is_costly, proposer.error = is_costly, RuntimeError("out of memory")
+    speculation = Speculation(proposer, CALIBRATION, max_draft=2)
+    assert plan(speculation, its, other) == [(), ()]
+    assert proposer.forgotten == [its, other]
+    proposer.error = None
+    for _ in range(STEPS_BEHIND_FAILURE):
+        assert plan(speculation, its, other) == [(), ()]
+    assert proposer.asked == []
+    assert plan(speculation, its, other) == [(1, 2), (1, 2)]
+    assert speculation.totals.steps_with_drafts == 1
+
+
+def test_a_device_that_cannot_be_used_any_more_is_no_failure_of_a_proposer() -> None:
+    proposer = Failing(1, 2)
+    proposer.error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        plan(Speculation(proposer, CALIBRATION, max_draft=2), sequence(7))
 
 
 def test_drafts_of_a_sequence_that_ended_count() -> None:
