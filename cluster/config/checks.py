@@ -17,6 +17,7 @@ from disagg.cluster.config.schema import (
 )
 from disagg.connections.addresses import is_loopback
 from disagg.engine.config import (
+    SPECULATION_DEFAULTS,
     check_attention,
     check_quantization,
     check_share_weights,
@@ -27,7 +28,7 @@ from disagg.gateway.config import serves_page
 from disagg.gateway.guardrails.config import check_guardrails
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT
-from disagg.proto.control import MAX_POOL_SIZE
+from disagg.proto.control import MAX_POOL_SIZE, PoolName
 from disagg.proto.errors import ConfigError
 from disagg.router.config import is_decodes, num_split
 
@@ -66,6 +67,13 @@ def check_keys(keys: Iterable[object]) -> None:
             )
 
 
+def _check_speculation(path: str, name: PoolName, pool: PoolConfig) -> None:
+    if name == "prefill" and pool.speculation != SPECULATION_DEFAULTS:
+        raise ConfigError(f"{path}: is for pools that decode; set it in pools.decode")
+    cache_is_set = pool.kv_cache_bytes != "auto" or pool.num_blocks is not None
+    check_speculation(pool.speculation, pool.device, pool.tp, cache_is_set=cache_is_set, path=f"{path}.")
+
+
 def _check_models(config: ClusterConfig) -> None:
     if not config.models:
         return
@@ -93,11 +101,7 @@ def _check_model(path: str, config: ClusterConfig) -> None:
         check_attention(config.kernels.attention, pool.device, "kernels.")
         check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, f"{path}model.")
         check_share_weights(model.share_weights, pool.device, pool.tp, f"{path}model.")
-        is_set, place = (
-            pool.kv_cache_bytes != "auto" or pool.num_blocks is not None,
-            f"{path}{pool_path(name)}.speculation.",
-        )
-        check_speculation(pool.speculation, pool.device, pool.tp, cache_is_set=is_set, path=place)
+        _check_speculation(f"{path}{pool_path(name)}.speculation", name, pool)
         if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):
             raise ConfigError(
                 f"{path}pools.{name}.scheduling: {pool.scheduling} is for mode colocated; choose decode_first or slack"

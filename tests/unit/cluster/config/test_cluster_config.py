@@ -211,6 +211,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "pools.decode.num_threads: 2 threads of 2 ranks do not fit on 3 cores",
         ),
         (
+            "pools: {prefill: {speculation: {method: lookup}}}",
+            "pools.prefill.speculation: is for pools that decode; set it in pools.decode",
+        ),
+        (
             "pools: {decode: {speculation: {max_draft: 0}}}",
             "pools.decode.speculation.max_draft: expected int >= 1; got 0",
         ),
