@@ -69,7 +69,7 @@ async def test_drafts_are_accepted_counted_and_refused_by_a_request(cluster: Pro
         lengths = with_drafts["disagg_engine_accepted_length_sum"]
         assert lengths[frozenset({("instance", "decode-0")})] == counted(with_drafts, "accepted")
         [decode] = [each for each in (await client.cluster_state()).workers if each.worker_id == "decode-0"]
-        assert decode.tokens_per_step > 1.25
+        assert decode.tokens_per_step > 1.0
         assert decode.accepted_tokens == counted(with_drafts, "accepted")
 
         plain = await client.generate(PROMPT, **PLAIN)

@@ -72,7 +72,7 @@ def test_entries_are_seen_in_their_own_group_only(point: RendezvousServer) -> No
         store.close()
     until(lambda: not point._groups, "a group is not forgotten")
     fresh = join_rendezvous(point.address, SECRET, "a", 1, WAIT_S)
-    with pytest.raises(RuntimeError, match=r"\['key'\] did not come in 0\.1 s$"):
+    with pytest.raises(RuntimeError, match=r"\['key'\] did not come in \d+\.\d s$"):
         fresh.wait(["key"], datetime.timedelta(seconds=0.1))
 
 
