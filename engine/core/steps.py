@@ -172,10 +172,11 @@ class Steps:
         """Take in steps like `plan`, the first one included, that were computed together: of each step the tokens of
         its decodes. At most `num_alike` of them. All is then as if each had been planned and run."""
         events = self._scheduler.apply_alike(plan, rows)
-        self.num_done += len(events) // len(plan.decodes)
-        self.num_sampled += len(events)
         num_each = len(plan.decodes)
-        self.means.observe(num_each, num_each, num_each, len(events) // num_each)
+        num_steps = len(events) // num_each
+        self.num_done += num_steps
+        self.num_sampled += len(events)
+        self.means.observe(num_each, num_each, num_each, num_steps)
         return events
 
     def _enqueue(self, step_queue: StepQueue, plan: StepPlan, before: _UnderWay | None, now: float) -> list[Event]:

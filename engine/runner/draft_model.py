@@ -23,7 +23,7 @@ from typing_extensions import override
 from disagg.engine.batch_arrays import blocks_for_tokens
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import NO_SPECULATION, WorkerConfig
-from disagg.engine.draft_row import DraftRow, SampledRow
+from disagg.engine.draft_row import sampled_row
 from disagg.engine.plan import NO_TOKEN, ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -180,7 +180,5 @@ class DraftModel(Proposer):
             copy.num_computed = last + 1
         logits = self._runner.forward(StepPlan(tuple(entries)))
         places = [place for place, entry in enumerate(entries) if entry.samples]
-        sampled: list[SampledRow] = [
-            DraftRow(copy.sequence, drafts) if drafts else copy.sequence for copy, drafts in rows
-        ]
+        sampled = [sampled_row(entry) for entry in entries if entry.samples]
         return self._sampler.sample(logits[places] if len(places) < len(entries) else logits, sampled)
