@@ -101,15 +101,17 @@ async def _check_stop_and_resume(infos: list[WorkerInfo]) -> None:
         num_stopped = _running(router, stopped.worker_id)
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
-            await eventually(lambda: _is_suspected(router, stopped))
+            await eventually(lambda: not _is_used(router, stopped))
             assert [answer == _expected(i) for i, answer in enumerate(await asyncio.gather(*streams))] == [True] * 4
-            assert router.counters()["worker_suspected"] == num_stopped
+            # On a starved machine the keepalive of its session may end before the failure detector is sure.
+            counters = router.counters()
+            assert counters.get("worker_suspected", 0) + counters.get("worker_lost", 0) == num_stopped
             assert await _answer(router, "r4", 4, num_tokens=9) == fake_generate(_prompt(4), 9)
             (trace,) = router.recent(1)
             assert (trace.request_id, trace.decode_worker) == ("r4", "decode-1")
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
-        await eventually(lambda: not _is_suspected(router, stopped))
+        await eventually(lambda: _is_used(router, stopped))
         await wait_until_workers_idle(infos)
         await eventually(lambda: all(view.load.num_running == 0 for view in router.view().workers))  # as they report
         await _until_used(router, "after", {"decode-0", "decode-1"})
@@ -155,5 +157,6 @@ async def _answer(router: RouterServer, request_id: str, index: int, num_tokens:
     return [token async for batch in router.submit(request, 0.0) for token in batch.token_ids]
 
 
-def _is_suspected(router: RouterServer, info: WorkerInfo) -> bool:
-    return any(view.is_suspected for view in router.view().workers if view.info == info)
+def _is_used(router: RouterServer, info: WorkerInfo) -> bool:
+    """Whether the router has a session with this worker and does not suspect it."""
+    return any(not view.is_suspected for view in router.view().workers if view.info == info)
