@@ -3,8 +3,9 @@
 To look up 4 texts takes 0.15 ms of a step of 12 ms, because the step before filled the caches with weights (one thread,
 AMD EPYC (Zen 4), 2026-11-27). What looks bring is a running mean of accepted drafts, less the tokens that the time of
 the drafts gives without them, over the rows without drafts. While it is below `LEAST_GAIN`, the steps between two looks
-become more, up to `LONGEST_REST`. A text that begins to copy goes on for longer than that, and a look that pays raises
-the mean at once.
+become more, up to `LONGEST_REST`, and the drafts of these looks are not computed: of each sequence only the first one
+counts, whose outcome shows in the next token. So a text that lookup always mispredicts costs no row. A text that begins
+to copy goes on for longer than a rest, and a look that would have paid raises the mean at once.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ class Looks:
         self._num_resting -= 1
         return True
 
+    @property
+    def only_watches(self) -> bool:
+        """Whether the drafts of the next look are not to be computed."""
+        return self._num_vain >= LOOKS_OF_A_REST
+
     def looked(self, num_rows: int, price: float) -> None:
-        """A look is over; the drafts of its step cost as much as `price` tokens."""
+        """A look is over; the drafts of its step cost, or would cost, as much as `price` tokens."""
         self._pending = num_rows, price
 
     def accepted(self, num_drafts: int) -> None:
-        """So many of the drafts of one sequence were accepted."""
+        """So many of the drafts of one sequence were accepted, or would have been."""
         self._num_accepted += num_drafts
 
     def settle(self) -> None:

@@ -54,7 +54,7 @@ class _Proposed:
     num_tokens: int
     """Length of the text that it continues."""
     num_drafted: int = 0
-    """How many of it are computed."""
+    """How many of it are computed, or would be if its look did not only watch."""
 
 
 LONGEST_STEP = 1.5
@@ -123,13 +123,11 @@ class Speculation:
         else:
             proposed = self._propose(sequences, mosts)
             numbers = self._chosen(sequences, proposed, num_rows, context, most_rows)
-        self._looks.looked(num_rows, self._price(sequences, numbers, num_rows, context))
-        if not any(numbers):
+        only_watches = not self._proposer.is_costly and self._looks.only_watches
+        self._look(sequences, numbers, num_rows, context)
+        if only_watches or not any(numbers):
             return nothing
         self.totals.steps_with_drafts += 1
-        for (sequence, _), number in zip(sequences, numbers, strict=True):
-            if number:
-                self._proposed[sequence].num_drafted = number
         return [proposal.token_ids[:number] for proposal, number in zip(proposed, numbers, strict=True)]
 
     def would_plan(self, sequences: Seq[tuple[Sequence, int]], *, num_rows: int, context: int, most_rows: int) -> bool:
@@ -142,10 +140,14 @@ class Speculation:
         found = may_gain(self._times, num_rows, context, min(sum(mosts), most_rows - num_rows))
         if found:
             proposals = _unknown(mosts) if self._proposer.is_costly else self._propose(sequences, mosts)
-            found = any(self._chosen(sequences, proposals, num_rows, context, most_rows))
+            numbers = self._chosen(sequences, proposals, num_rows, context, most_rows)
+            found = any(numbers)
             if self._proposer.is_costly and not found:
                 found = self._num_without + 1 >= TRY_AGAIN
                 self._num_without += not found
+            if found and not self._proposer.is_costly and self._looks.only_watches:
+                self._look(sequences, numbers, num_rows, context)
+                return False
         if not found:
             self._looks.looked(num_rows, 0.0)
         return found
@@ -193,6 +195,13 @@ class Speculation:
 
     def _mosts(self, sequences: Seq[tuple[Sequence, int]]) -> list[int]:
         return [self._proposer.most(sequence, min(most, self._max_draft)) for sequence, most in sequences]
+
+    def _look(self, sequences: Seq[tuple[Sequence, int]], numbers: Seq[int], num_rows: int, context: int) -> None:
+        """A look chose so many of each proposal."""
+        self._looks.looked(num_rows, self._price(sequences, numbers, num_rows, context))
+        for (sequence, _), number in zip(sequences, numbers, strict=True):
+            if number:
+                self._proposed[sequence].num_drafted = number
 
     def _price(self, sequences: Seq[tuple[Sequence, int]], numbers: Seq[int], num_rows: int, context: int) -> float:
         """Number of tokens that steps without drafts give in the time that so many drafts take."""

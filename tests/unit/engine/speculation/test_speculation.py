@@ -159,6 +159,22 @@ def test_where_nothing_comes_of_it_most_steps_pass_without_a_look() -> None:
     assert len(proposer.asked) == 100
 
 
+def test_a_text_that_is_always_mispredicted_costs_no_row_however_good_other_texts_were() -> None:
+    proposer = Scripted(1, 2, 3)
+    speculation = Speculation(proposer, CALIBRATION, max_draft=3)
+    good, hostile = sequence(7), sequence(8)
+    for _ in range(600):
+        good.token_ids += (*plan(speculation, good)[0], 4)
+    for _ in range(300):
+        plan(speculation, hostile)
+        hostile.token_ids.append(9)
+    proposer.asked.clear()
+    for _ in range(270):
+        assert plan(speculation, hostile) == [()]
+        hostile.token_ids.append(9)
+    assert len(proposer.asked) == 30
+
+
 def test_steps_are_queued_unless_drafts_are_likely() -> None:
     its, proposer = sequence(7), Scripted(1)
     speculation = Speculation(proposer, CALIBRATION, max_draft=1)
@@ -177,8 +193,10 @@ def test_steps_are_queued_unless_drafts_are_likely() -> None:
         would_plan(0)
     would_plan(0)
     proposer.asked.clear()
-    assert [would_plan(1) for _ in range(LONGEST_REST + 1)] == [*[False] * LONGEST_REST, True]
-    assert len(proposer.asked) == 1
+    assert [would_plan(1) for _ in range(LONGEST_REST + 1)] == [False] * (LONGEST_REST + 1)
+    assert len(proposer.asked) == 1  # and only watched
+    its.token_ids.append(1)
+    assert would_plan(1)
 
 
 @pytest.mark.parametrize("num_queued", [0, 1, 10, TRY_AGAIN - 2])
