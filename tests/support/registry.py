@@ -34,7 +34,7 @@ class Registry:
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
 
     def __enter__(self) -> Self:
-        # All threads start now: one that a worker's second stream started in a later test would be that test's leftover.
+        # All threads start now: one that the second stream of a worker starts in a later test would be its leftover.
         started = threading.Barrier(MAX_WORKERS + 2)
         for _ in range(MAX_WORKERS + 1):
             self._executor.submit(started.wait)
