@@ -28,7 +28,7 @@ from tests.support.cluster_state import requests_of, until_counts
 from tests.support.ports import free_port
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
-from tests.support.transports import NIXL
+from tests.support.transports import NIXL, needs_nixl
 from tests.support.workers import GatewayStub, wait_until_workers_idle
 
 CONFIG: dict[str, Any] = {
@@ -227,8 +227,15 @@ async def assert_serves(gateway: GatewayStub, prompt: list[int]) -> None:
     assert (answer.reason, answer.token_ids) == ("length", fake_generate(prompt, 5))
 
 
-@pytest.mark.parametrize("transport", ["gloo", NIXL])
-@pytest.mark.parametrize("dead", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize(
+    ("dead", "transport"),
+    [
+        ("prefill-0", "gloo"),
+        pytest.param("decode-0", "nixl", marks=needs_nixl),
+        pytest.param("prefill-0", "nixl", marks=[needs_nixl, pytest.mark.slow]),
+        pytest.param("decode-0", "gloo", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_worker_dies_while_the_pair_is_formed_and_returns_at_its_address(
     dead: str, transport: TransportName, tmp_path: Path
 ) -> None:

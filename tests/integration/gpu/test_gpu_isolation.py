@@ -89,6 +89,7 @@ def outcome(folder: Path, *options: str) -> tuple[int, dict[str, Row], list[Row]
     return done.returncode, tests, [row for row in found if not row.is_test]
 
 
+@pytest.mark.slow
 def test_tests_behind_one_that_loses_the_context_pass_in_another_process(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     status, tests, others = outcome(tmp_path, "-n", "1")

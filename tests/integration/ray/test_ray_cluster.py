@@ -315,6 +315,7 @@ def what_ray_has() -> set[str]:
     return actors
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_is_a_readable_error(temp_dir: Path, tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"no weights")
