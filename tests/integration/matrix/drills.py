@@ -98,6 +98,9 @@ class Drill:
         await eventually(lambda: not self._live(), "a request of the row does not end")
         num_tokens = self._expected.num_tokens(got)
         num_steps = await self._decode_steps_since(steps, num_tokens)
+        if self._row["speculation"] == ON:
+            reported = 2 * REPORT_IDLE_S
+            await eventually(lambda: self._num_accepted() > accepted, "no draft was accepted", every_s=reported)
         self.seen.num_accepted = self._num_accepted() - accepted
         self.seen.has_forced = num_steps < num_tokens * SHARE_OF_STEPS - self.seen.num_accepted
         return got
