@@ -3,7 +3,7 @@
     provider = kind.of(spec)                      once: shapes and dtypes of a rank; `attention_choice` chooses the kind
     work = provider.work(places)                  once a step, before its arrays are copied to the device
     provider.plan(prefills)                       once a step, behind that copy
-    provider.attend(q, keys, values, out)         in each layer
+    provider.attend(q, keys, values, form, out)   in each layer
 
 Providers do not compute decodes: these are in captured graphs, see `dispatch`.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.kernels.dispatch import paged_prefill_attention, plan_prefills
-from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
+from disagg.kernels.ops import AttentionForm, AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 
 
@@ -50,9 +50,11 @@ class AttentionProvider(Protocol):
         """Prepare a step whose chunks are adjacent in the batch."""
         ...
 
-    def attend(self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, out_TND: Tensor) -> None:
+    def attend(
+        self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, form: AttentionForm, out_TND: Tensor
+    ) -> None:
         """Write the rows of `out` of the planned chunks; q and `out` are those of the whole batch. The KV is in the
-        cache."""
+        cache. The layer's form is one of those that the spec names."""
         ...
 
 
@@ -81,7 +83,8 @@ class OwnKernels(AttentionProvider):
         from disagg.kernels.triton.attention import reads
 
         q_TND, cache_NKBD, table_M = _meta(spec)
-        return None if reads(q_TND, cache_NKBD, cache_NKBD, table_M, spec.scale) else f"its kernels do not take {spec}"
+        form = _meta_form(spec)
+        return None if reads(q_TND, cache_NKBD, cache_NKBD, table_M, form) else f"its kernels do not take {spec}"
 
     @override
     def work(self, places: Sequence[ChunkPlace]) -> PrefillWork | None:
@@ -92,8 +95,10 @@ class OwnKernels(AttentionProvider):
         self._prefills = prefills
 
     @override
-    def attend(self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, out_TND: Tensor) -> None:
-        paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, self._prefills, self.spec.scale, out_TND)
+    def attend(
+        self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, form: AttentionForm, out_TND: Tensor
+    ) -> None:
+        paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, self._prefills, form, out_TND)
 
 
 class FlashInfer(AttentionProvider):
@@ -126,6 +131,8 @@ class FlashInfer(AttentionProvider):
             return f"it takes bfloat16 and float16, not {spec.dtype}"
         if spec.kv_dtype != spec.dtype:
             return f"KV in {spec.kv_dtype} beside {spec.dtype} was not tried with it"
+        if not spec.is_plain:
+            return "windows, soft caps and sinks were not tried with it"
         if spec.head_dim not in (64, 128, 256):
             return f"it takes heads of 64, 128 and 256, not of {spec.head_dim}"
         return None
@@ -158,7 +165,9 @@ class FlashInfer(AttentionProvider):
         )
 
     @override
-    def attend(self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, out_TND: Tensor) -> None:
+    def attend(
+        self, q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, form: AttentionForm, out_TND: Tensor
+    ) -> None:
         self._wrapper.run(q_TND[self._rows], (key_cache_NKBD, value_cache_NKBD), out=out_TND[self._rows])
 
 
@@ -189,6 +198,16 @@ def _meta(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         torch.empty((1, spec.num_heads, spec.head_dim), dtype=getattr(torch, spec.dtype), device="meta"),
         torch.empty((1, *heads), dtype=getattr(torch, spec.kv_dtype), device="meta"),
         torch.empty(1, dtype=torch.int32, device="meta"),
+    )
+
+
+def _meta_form(spec: AttentionSpec) -> AttentionForm:
+    """A form with all that some layer has."""
+    return AttentionForm(
+        spec.scale,
+        window=min(spec.windows, default=None),
+        soft_cap=1.0 if spec.has_soft_cap else None,
+        sinks_N=torch.empty(spec.num_heads, device="meta") if spec.has_sinks else None,
     )
 
 

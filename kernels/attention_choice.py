@@ -6,7 +6,7 @@
 `auto` is the first provider, which needs no probe: its kernels are those that the warm-up runs. One that is named is
 tried first, in a process of its own with a time limit, because a library that compiles at its first use may crash or
 hang, or be wrong on a new device. The probe computes two chunks, one of them behind a context, through a scattered
-table, and compares them with `reference` in fp32.
+table, and compares them with `reference` in fp32; without windows, soft caps and sinks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from disagg.kernels import reference
 from disagg.kernels.attention import PROVIDERS, AttentionProvider, OwnKernels, prompts
-from disagg.kernels.ops import AttentionSpec, Prefills
+from disagg.kernels.ops import AttentionForm, AttentionSpec, Prefills
 
 AttentionSetting = Literal["auto", "triton", "flashinfer"]
 
@@ -111,9 +111,10 @@ def largest_error(name: str, spec: AttentionSpec) -> float:
     prefills = prompts(provider, *((table_M, *chunk) for table_M, chunk in zip(tables, CHUNKS, strict=True)))
     out_TND = torch.full_like(q_TND, torch.nan)
     provider.plan(prefills)
-    provider.attend(q_TND, keys, values, out_TND)
+    form = AttentionForm(spec.scale)
+    provider.attend(q_TND, keys, values, form, out_TND)
     right_TND = torch.empty(q_TND.shape, device=q_TND.device)
-    arguments = (q_TND.float(), keys.float(), values.float(), Prefills(prefills.chunks), spec.scale)
+    arguments = (q_TND.float(), keys.float(), values.float(), Prefills(prefills.chunks), form)
     reference.paged_prefill_attention(*arguments, right_TND)
     largest = (out_TND.float() - right_TND).abs().max().cpu()  # NaN, if one is
     return float(largest) if largest.isfinite() else float("inf")

@@ -48,6 +48,7 @@ USUAL = AttentionSpec(
     num_kv_heads=8,
     head_dim=128,
     block_size=64,
+    scale=128**-0.5,
 )
 """Attention of Llama 3 8B in the form that GPU pools use."""
 

@@ -32,7 +32,7 @@ from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
-from disagg.kernels.ops import AttentionSpec, Filters, Ops, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, Ops, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 from disagg.kernels.settings import triton_shapes
@@ -369,11 +369,11 @@ def paged_decode_attention(
     value_cache_NKBD: Tensor,
     block_tables_SM: Tensor,
     context_lens_S: Tensor,
-    scale: float,
+    form: AttentionForm,
     out_SND: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if given."""
-    args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND)
+    args = (q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, form, out_SND)
     return _first(_ops(q_SND).paged_decode_attention, reference.paged_decode_attention, *args)
 
 
@@ -392,12 +392,12 @@ def paged_prefill_attention(
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
     prefills: Prefills,
-    scale: float,
+    form: AttentionForm,
     out_TND: Tensor,
 ) -> Tensor:
     """Causal attention of the prompts of a step over their cached contexts. Their rows of `out` (contiguous, [T, N, D])
     are written, and no others; `out`."""
-    args = (q_TND, key_cache_NKBD, value_cache_NKBD, prefills, scale, out_TND)
+    args = (q_TND, key_cache_NKBD, value_cache_NKBD, prefills, form, out_TND)
     return _first(_ops(q_TND).paged_prefill_attention, reference.paged_prefill_attention, *args)
 
 

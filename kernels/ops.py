@@ -25,11 +25,42 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    scale: float
+    """Scale of the attention scores, the same in all layers."""
+    windows: tuple[int, ...] = ()
+    """Windows of the layers that have one, each once; see `AttentionForm`."""
+    has_soft_cap: bool = False
+    has_sinks: bool = False
 
     @property
-    def scale(self) -> float:
-        """Scale of the attention scores."""
-        return float(self.head_dim**-0.5)
+    def is_plain(self) -> bool:
+        """Whether no layer has a window, a soft cap or sinks."""
+        return not (self.windows or self.has_soft_cap or self.has_sinks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """How a layer makes weights of the products of a query and the keys.
+
+    A score is `product * scale`, with a soft cap `soft_cap * tanh(product * scale / soft_cap)`. The weights are the
+    softmax of the scores of the tokens that the query sees: all up to its own, or the last `window` of them.
+    """
+
+    scale: float
+    window: int | None = None
+    """Number of tokens that a query sees, its own included; None sees all."""
+    soft_cap: float | None = None
+    sinks_N: Tensor | None = None
+    """A further score of each query head, fp32, which takes part in the softmax's denominator alone."""
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window >= 1, self.window
+        assert self.soft_cap is None or self.soft_cap > 0.0, self.soft_cap
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are the softmax of all scaled products."""
+        return self.window is None and self.soft_cap is None and self.sinks_N is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +181,7 @@ class Ops(Protocol):
         value_cache_NKBD: Tensor,
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
-        scale: float,
+        form: AttentionForm,
         out_SND: Tensor | None = None,
         /,
     ) -> Tensor | None:
@@ -164,7 +195,7 @@ class Ops(Protocol):
         key_cache_NKBD: Tensor,
         value_cache_NKBD: Tensor,
         prefills: Prefills,
-        scale: float,
+        form: AttentionForm,
         out_TND: Tensor,
         /,
     ) -> Tensor | None:

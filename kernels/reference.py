@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.kernels import weights
-from disagg.kernels.ops import PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills, RopeWrite
 
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
@@ -141,28 +141,43 @@ def paged_decode_attention(
     value_cache_NKBD: Tensor,
     block_tables_SM: Tensor,
     context_lens_S: Tensor,
-    scale: float,
+    form: AttentionForm,
     out_SND: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query row per sequence over its first `context_lens` cached tokens; [S, N, D], in `out` if
-    given.
+    """Attention of one query row per sequence over its first `context_lens` cached tokens, or the last of these that
+    the window leaves; [S, N, D], in `out` if given.
 
-    Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0. Scores, softmax and the
-    sum are fp32. A sequence of length 0 gives zeros.
+    Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0, as are their entries
+    before the window. Scores, softmax and the sum are fp32. A sequence of length 0 gives zeros.
     """
     S, N, D = q_SND.shape
-    K = key_cache_NKBD.shape[1]
+    K, value_dim = key_cache_NKBD.shape[1], value_cache_NKBD.shape[3]
     tables = block_tables_SM.long()
     key_SKCD = key_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, D).float()
-    value_SKCD = value_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, D).float()
+    value_SKCD = value_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, value_dim).float()
     positions_C = torch.arange(key_SKCD.shape[2], device=q_SND.device)
     hidden_SC = positions_C[None, :] >= context_lens_S[:, None]
+    if form.window is not None:
+        hidden_SC = hidden_SC | (positions_C[None, :] < context_lens_S[:, None] - form.window)
     q_SKGD = q_SND.view(S, K, N // K, D).float()
-    scores_SKGC = (q_SKGD @ key_SKCD.transpose(2, 3)) * scale
-    scores_SKGC.masked_fill_(hidden_SC[:, None, None, :], float("-inf"))
-    weights_SKGC = torch.softmax(scores_SKGC, dim=-1).masked_fill_(hidden_SC[:, None, None, :], 0.0)
+    weights_SKGC = _weights(q_SKGD @ key_SKCD.transpose(2, 3), hidden_SC, form)
     value_SKCD = value_SKCD.masked_fill(hidden_SC[:, None, :, None], 0.0)
-    return _placed((weights_SKGC @ value_SKCD).view(S, N, D).to(q_SND.dtype), out_SND)
+    return _placed((weights_SKGC @ value_SKCD).view(S, N, value_dim).to(q_SND.dtype), out_SND)
+
+
+def _weights(products_RKGC: Tensor, hidden_RC: Tensor, form: AttentionForm) -> Tensor:
+    """Weights of C tokens for R rows, from the fp32 products of queries and keys; none of tokens that are hidden."""
+    hidden_R11C = hidden_RC[:, None, None, :]
+    scores_RKGC = products_RKGC * form.scale
+    if form.soft_cap is not None:
+        scores_RKGC = torch.tanh(scores_RKGC / form.soft_cap) * form.soft_cap
+    scores_RKGC = scores_RKGC.masked_fill_(hidden_R11C, float("-inf"))
+    if form.sinks_N is not None:
+        R, K, G, C = scores_RKGC.shape
+        sinks_RKG1 = form.sinks_N.float().view(1, K, G, 1).expand(R, K, G, 1)
+        scores_RKGC = torch.cat((scores_RKGC, sinks_RKG1), dim=-1)
+        return torch.softmax(scores_RKGC, dim=-1)[..., :C].masked_fill(hidden_R11C, 0.0)
+    return torch.softmax(scores_RKGC, dim=-1).masked_fill_(hidden_R11C, 0.0)
 
 
 def paged_prefill_attention(
@@ -170,41 +185,53 @@ def paged_prefill_attention(
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
     prefills: Prefills,
-    scale: float,
+    form: AttentionForm,
     out_TND: Tensor,
 ) -> Tensor:
     """Causal attention of the prompts of a step, whose KV is already written: their rows of `out` [T, N, D], which is
     the result.
 
-    Query i of a chunk sees positions <= start + i. Copies each context's K and V once, then torch's scaled dot product
-    attention.
+    Query i of a chunk sees positions <= start + i, or the last of these that the window leaves. Copies each context's K
+    and V once; then, without window, soft cap and sinks, torch's scaled dot product attention.
     """
     for chunk in prefills.chunks:
-        out_TND[chunk.rows] = _chunk_attention(q_TND[chunk.rows], key_cache_NKBD, value_cache_NKBD, chunk, scale)
+        out_TND[chunk.rows] = _chunk_attention(q_TND[chunk.rows], key_cache_NKBD, value_cache_NKBD, chunk, form)
     return out_TND
 
 
 def _chunk_attention(
-    q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, chunk: PrefillChunk, scale: float
+    q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, chunk: PrefillChunk, form: AttentionForm
 ) -> Tensor:
-    T, start = q_TND.shape[0], chunk.start
-    K, block_size, D = key_cache_NKBD.shape[1:]
+    (T, N, D), start = q_TND.shape, chunk.start
+    K, block_size = key_cache_NKBD.shape[1:3]
     end = start + T
     blocks = chunk.block_table_M[: (end + block_size - 1) // block_size].long()
-    key_KCD = key_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end].to(q_TND.dtype)
-    value_KCD = value_cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, D)[:, :end].to(q_TND.dtype)
+    key_KCD, value_KCD = (
+        cache_NKBD[blocks].transpose(0, 1).reshape(K, -1, cache_NKBD.shape[3])[:, :end]
+        for cache_NKBD in (key_cache_NKBD, value_cache_NKBD)
+    )
     query_positions_T = torch.arange(start, end, device=q_TND.device)
-    visible_TC = torch.arange(end, device=q_TND.device)[None, :] <= query_positions_T[:, None]
-    out_NTD = F.scaled_dot_product_attention(
-        q_TND.transpose(0, 1)[None],
-        key_KCD[None],
-        value_KCD[None],
-        attn_mask=None if start == 0 else visible_TC,
-        is_causal=start == 0,
-        scale=scale,
-        enable_gqa=q_TND.shape[1] != K,
-    )[0]
-    return out_NTD.transpose(0, 1)
+    positions_C = torch.arange(end, device=q_TND.device)
+    visible_TC = positions_C[None, :] <= query_positions_T[:, None]
+    if form.is_plain:
+        out_NTD = F.scaled_dot_product_attention(
+            q_TND.transpose(0, 1)[None],
+            key_KCD.to(q_TND.dtype)[None],
+            value_KCD.to(q_TND.dtype)[None],
+            attn_mask=None if start == 0 else visible_TC,
+            is_causal=start == 0,
+            scale=form.scale,
+            enable_gqa=N != K,
+        )[0]
+        return out_NTD.transpose(0, 1)
+    if form.window is not None:
+        visible_TC &= positions_C[None, :] > query_positions_T[:, None] - form.window
+    q_KRD = q_TND.float().view(T, K, N // K, D).transpose(0, 1).reshape(K, -1, D)
+    products_RKGC = (q_KRD @ key_KCD.float().transpose(1, 2)).view(K, T, N // K, end).transpose(0, 1)
+    weights_RKGC = _weights(products_RKGC, ~visible_TC, form)
+    value_KCD = value_KCD.float().masked_fill(~visible_TC.any(0)[None, :, None], 0.0)  # before all windows
+    out_KRD = weights_RKGC.transpose(0, 1).reshape(K, -1, end) @ value_KCD
+    return out_KRD.view(K, T, N // K, out_KRD.shape[2]).transpose(0, 1).reshape(T, N, out_KRD.shape[2]).to(q_TND.dtype)
 
 
 def _placed(found: Tensor, out: Tensor | None) -> Tensor:

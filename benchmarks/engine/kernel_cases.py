@@ -15,7 +15,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import ModelConfig
 from disagg.kernels import dispatch, reference
-from disagg.kernels.ops import PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills, RopeWrite
 
 COLD_BYTES = 256 << 20
 """More than the caches hold."""
@@ -116,10 +116,10 @@ def decode_attention(model: ModelConfig, batch: int, context: int) -> Case:
     q_SND = _random(batch, model.num_heads, model.head_dim)
     tables = torch.randperm(batch * blocks_each, generator=_generator()).int().view(batch, blocks_each)
     lens_S = torch.full((batch,), context, dtype=torch.int32)
-    scale = model.head_dim**-0.5
+    form = AttentionForm(model.head_dim**-0.5)
 
     def with_ops(function: Callable[..., Tensor]) -> Call:
-        return lambda i: function(q_SND, cache[:, i % layers, 0], cache[:, i % layers, 1], tables, lens_S, scale)
+        return lambda i: function(q_SND, cache[:, i % layers, 0], cache[:, i % layers, 1], tables, lens_S, form)
 
     return Case(
         op="paged_decode_attention",
@@ -139,10 +139,10 @@ def prefill_attention(model: ModelConfig, num_tokens: int, start: int) -> Case:
     q_TND = _random(num_tokens, model.num_heads, model.head_dim)
     table = torch.randperm(num_blocks, generator=_generator()).int()
     prefills = Prefills((PrefillChunk(slice(0, num_tokens), start, table),))
-    scale, out_TND = model.head_dim**-0.5, torch.empty_like(q_TND)
+    form, out_TND = AttentionForm(model.head_dim**-0.5), torch.empty_like(q_TND)
 
     def with_ops(function: Callable[..., Tensor]) -> Call:
-        return lambda _: function(q_TND, cache[:, 0, 0], cache[:, 0, 1], prefills, scale, out_TND)
+        return lambda _: function(q_TND, cache[:, 0, 0], cache[:, 0, 1], prefills, form, out_TND)
 
     pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
     return Case(

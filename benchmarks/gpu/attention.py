@@ -27,7 +27,7 @@ from benchmarks.gpu.torch_attention import measure_torch_decode, measure_torch_p
 from disagg.kernels.attention import PROVIDERS, AttentionProvider, OwnKernels, prompts
 from disagg.kernels.attention_choice import probe
 from disagg.kernels.dispatch import paged_decode_attention
-from disagg.kernels.ops import AttentionSpec
+from disagg.kernels.ops import AttentionForm, AttentionSpec
 
 PROBE_LIMIT_S = 40.0
 """A library that compiles for longer is measured at the next run."""
@@ -92,9 +92,9 @@ class TensorSizes:
         return torch.float8_e4m3fn if self.fp8 else self.dtype
 
     @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        return float(self.head_dim**-0.5)
+    def form(self) -> AttentionForm:
+        """That of a plain model."""
+        return AttentionForm(float(self.head_dim**-0.5))
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes of the KV of one layer."""
@@ -171,6 +171,7 @@ class Cache:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
+            scale=shape.form.scale,
         )
 
     def queries(self, num_rows: int) -> Tensor:
@@ -194,7 +195,7 @@ def measure_decode(
     keys, values = cache.keys_NKBD, cache.values_NKBD
 
     def attend(tables_SM: Tensor) -> Tensor:
-        return paged_decode_attention(q_SND, keys, values, tables_SM, lens_S, shape.scale)
+        return paged_decode_attention(q_SND, keys, values, tables_SM, lens_S, shape.form)
 
     turns = [functools.partial(attend, tables_SM) for tables_SM in cache.turns(batch, context_len)]
     us = kernel_ms(in_turns(turns), q_SND.device, calls=max(10, len(turns))) * 1e3
@@ -253,12 +254,12 @@ def prefill_us(cache: Cache, provider: AttentionProvider, num_tokens: int, start
     """Of a chunk that is alone in its step, without the plan. Of our own kernels as many chunks take turns as it takes
     to read more than the L2 keeps, each with a plan of its own."""
     q_TND = cache.queries(num_tokens)
-    out_TND = torch.empty_like(q_TND)
+    out_TND, form = torch.empty_like(q_TND), AttentionForm(cache.spec.scale)
     turns: list[Callable[[], object]] = []
     for (table_M,) in cache.turns(1, start + num_tokens)[: MOST_CHUNKS if isinstance(provider, OwnKernels) else 1]:
         each = OwnKernels.of(cache.spec) if isinstance(provider, OwnKernels) else provider
         each.plan(prompts(each, (table_M, start, num_tokens)))
-        turns.append(functools.partial(each.attend, q_TND, cache.keys_NKBD, cache.values_NKBD, out_TND))
+        turns.append(functools.partial(each.attend, q_TND, cache.keys_NKBD, cache.values_NKBD, form, out_TND))
     return kernel_ms(in_turns(turns), q_TND.device, calls=max(3, len(turns))) * 1e3
 
 

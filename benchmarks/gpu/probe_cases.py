@@ -13,7 +13,7 @@ from torch import Tensor
 
 from disagg.engine.randomness import uniform
 from disagg.kernels import reference
-from disagg.kernels.ops import AttentionSpec, Filters, PlannedPrefills, PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, PlannedPrefills, PrefillChunk, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace
 from disagg.kernels.triton import attention
 from disagg.kernels.triton.fp8_rows import quantize_rows
@@ -308,16 +308,16 @@ class _Maker:
             if context % sizes.B:
                 _spoil(cache, int(tables[row, count - 1]), context % sizes.B)
         lens = torch.tensor(sizes.contexts, dtype=torch.int32, device=self._device)
-        q, scale = self._normal(len(counts), sizes.N, sizes.D), float(sizes.D**-0.5)
+        q, form = self._normal(len(counts), sizes.N, sizes.D), AttentionForm(float(sizes.D**-0.5))
         keys, values = cache[:, 0, 0], cache[:, 0, 1]
 
         def run() -> Outputs | None:
             room = nan_filled(q.shape, q.dtype, q.device)
-            return _or_none(out, OPS.paged_decode_attention(q, keys, values, tables, lens, scale, room))
+            return _or_none(out, OPS.paged_decode_attention(q, keys, values, tables, lens, form, room))
 
         def expected() -> Outputs:
             wide = cache.float()
-            args = (q.float(), wide[:, 0, 0], wide[:, 0, 1], tables, lens, scale)
+            args = (q.float(), wide[:, 0, 0], wide[:, 0, 1], tables, lens, form)
             return out(reference.paged_decode_attention(*args))
 
         return self._case("paged_decode_attention", f"contexts {sizes.contexts}", run, expected, kv=cache_dtype)
@@ -344,19 +344,21 @@ class _Maker:
             num_kv_heads=sizes.K,
             head_dim=sizes.D,
             block_size=sizes.B,
+            scale=float(sizes.D**-0.5),
         )
         q, keys, values = self._normal(row, sizes.N, sizes.D), cache[:, 0, 0], cache[:, 0, 1]
+        form = AttentionForm(spec.scale)
 
         def run() -> Outputs | None:
             work = attention.plan_prefills(places, spec)
             planned = PlannedPrefills(work, torch.from_numpy(work.numbers).to(q.device), order)
             room = nan_filled(q.shape, q.dtype, q.device)
             prefills = Prefills(tuple(chunks), planned)
-            return _or_none(out, OPS.paged_prefill_attention(q, keys, values, prefills, spec.scale, room))
+            return _or_none(out, OPS.paged_prefill_attention(q, keys, values, prefills, form, room))
 
         def expected() -> Outputs:
             wide, room = cache.float(), torch.empty_like(q, dtype=torch.float32)
-            args = (q.float(), wide[:, 0, 0], wide[:, 0, 1], Prefills(tuple(chunks)), spec.scale, room)
+            args = (q.float(), wide[:, 0, 0], wide[:, 0, 1], Prefills(tuple(chunks)), form, room)
             return out(reference.paged_prefill_attention(*args))
 
         return self._case("paged_prefill_attention", f"chunks {sizes.chunks}", run, expected, kv=cache_dtype)

@@ -138,7 +138,7 @@ class Sweep:
         cache, q_SND = self._cache, self._queries(batch)
         lens_S = torch.full((batch,), context_len, dtype=torch.int32, device=self.device)
         arguments = (q_SND, cache.keys_NKBD, cache.values_NKBD, cache.tables(batch, context_len), lens_S)
-        return lambda: taken(paged_decode_attention(*arguments, self.sizes.shape.scale))
+        return lambda: taken(paged_decode_attention(*arguments, self.sizes.shape.form))
 
     def _prefill(self, num_tokens: int, start: int) -> Callable[[], Tensor]:
         from disagg.kernels.triton.attention import paged_prefill_attention, plan_prefills
@@ -147,7 +147,7 @@ class Sweep:
         work = plan_prefills([ChunkPlace(0, num_tokens, start, 0)], cache.spec)
         numbers = torch.from_numpy(work.numbers).to(self.device)
         planned = PlannedPrefills(work, numbers, cache.tables(1, start + num_tokens)[0])
-        arguments = (q_TND, cache.keys_NKBD, cache.values_NKBD, planned, self.sizes.shape.scale)
+        arguments = (q_TND, cache.keys_NKBD, cache.values_NKBD, planned, self.sizes.shape.form)
         out_TND = torch.empty_like(q_TND)
         return lambda: taken(paged_prefill_attention(*arguments, out_TND))
 

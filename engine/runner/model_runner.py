@@ -453,6 +453,7 @@ def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
+        scale=model.head_dim**-0.5,
     )
     try:
         choice = choose(config.attention, spec)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.ops import Ops, PrefillChunk, Prefills, RopeWrite, can_hold
+from disagg.kernels.ops import AttentionForm, Ops, PrefillChunk, Prefills, RopeWrite, can_hold
 from disagg.kernels.weights import MAX_TOKENS
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
@@ -220,13 +220,13 @@ class NativeOps(Ops):
         value_cache_NKBD: Tensor,
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
-        scale: float,
+        form: AttentionForm,
         out_SND: Tensor | None = None,
     ) -> Tensor | None:
         """IndexError for a length or a block outside the cache."""
         dtype = q_SND.dtype
         is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
+        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype or not form.is_plain:
             return None
         q_stride, table_stride = q_SND.stride(), block_tables_SM.stride()
         if q_stride[2] != 1 or table_stride[1] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
@@ -243,7 +243,7 @@ class NativeOps(Ops):
         self._decode_attention(
             is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
-            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, scale, out.data_ptr(),
+            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, form.scale, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -254,13 +254,13 @@ class NativeOps(Ops):
         key_cache_NKBD: Tensor,
         value_cache_NKBD: Tensor,
         prefills: Prefills,
-        scale: float,
+        form: AttentionForm,
         out_TND: Tensor,
     ) -> Tensor | None:
         """Calls the kernel for each chunk. IndexError for a block outside the cache."""
         dtype = q_TND.dtype
         is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
+        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype or not form.is_plain:
             return None
         q_stride = q_TND.stride()
         if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD) or not can_hold(out_TND, q_TND):
@@ -277,7 +277,7 @@ class NativeOps(Ops):
             self._prefill_attention(
                 is_bf16, D, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
                 key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B,
-                chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, scale,
+                chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, form.scale,
                 out_TND.data_ptr() + first * N * D * itemsize,
             )  # fmt: skip
         return out_TND

@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from disagg.kernels.ops import AttentionSpec, PlannedPrefills, can_hold
+from disagg.kernels.ops import AttentionForm, AttentionSpec, PlannedPrefills, can_hold
 from disagg.kernels.prefill_work import ITEM_FIELDS, ChunkPlace, PrefillWork, prefill_work
 from disagg.kernels.settings.triton_shapes import changes
 from disagg.kernels.triton.decode_attention import decode_attention, decode_shape
@@ -48,7 +48,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def reads(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tables: Tensor, scale: float) -> bool:
+def reads(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, tables: Tensor, form: AttentionForm) -> bool:
     """Whether dtypes and layouts are those that the kernels read."""
     _, N, D = q_TND.shape
     _, K, block_size, _ = shape = key_cache_NKBD.shape
@@ -66,7 +66,8 @@ def reads(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, table
         and MIN_HEAD_DIM <= D == shape[3] <= MAX_HEAD_DIM
         and N % K == 0
         and N // K <= MAX_GROUP
-        and scale > 0.0
+        and form.scale > 0.0
+        and form.is_plain
     )
 
 
@@ -94,7 +95,7 @@ def paged_decode_attention(
     value_cache_NKBD: Tensor,
     block_tables_SM: Tensor,
     context_lens_S: Tensor,
-    scale: float,
+    form: AttentionForm,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     *,
@@ -107,7 +108,7 @@ def paged_decode_attention(
     """
     S, _, D = q_SND.shape
     if not (
-        reads(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, scale)
+        reads(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, form)
         and _are_int32(context_lens_S)
         and 0 < S <= MAX_SEQUENCES
         and can_hold(out_SND, q_SND)
@@ -115,7 +116,7 @@ def paged_decode_attention(
         return None
     num_multiprocessors, change = _num_multiprocessors(q_SND.device), changes(os.environ).decode
     shape = decode_shape(key_cache_NKBD.dtype, triton.next_power_of_2(D), num_multiprocessors, change)
-    score_scale = _score_scale(scale, key_scale)
+    score_scale = _score_scale(form.scale, key_scale)
     return decode_attention(
         q_SND,
         key_cache_NKBD,
@@ -148,7 +149,7 @@ def paged_prefill_attention(
     key_cache_NKBD: Tensor,
     value_cache_NKBD: Tensor,
     planned: PlannedPrefills,
-    scale: float,
+    form: AttentionForm,
     out_TND: Tensor,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -156,7 +157,7 @@ def paged_prefill_attention(
     """Causal attention of the prompts of a step, whose KV is already written. Writes their rows of `out`, and returns
     it."""
     tables, work = planned.block_tables, planned.work
-    if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, scale) or not can_hold(out_TND, q_TND):
+    if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, form) or not can_hold(out_TND, q_TND):
         return None
     end = work.num_items * ITEM_FIELDS
     shape = _prefill_shape(q_TND.dtype, key_cache_NKBD.dtype, key_cache_NKBD.shape[1:], q_TND.shape[1], work.longest)
@@ -168,7 +169,7 @@ def paged_prefill_attention(
         planned.numbers[:end],
         planned.numbers[end:],
         work,
-        _score_scale(scale, key_scale),
+        _score_scale(form.scale, key_scale),
         value_scale,
         shape,
         out_TND,

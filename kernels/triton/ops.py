@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.kernels.ops import AttentionSpec, Filters, Ops, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, Ops, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
@@ -115,14 +115,14 @@ class TritonOps(Ops):
         value_cache_NKBD: Tensor,
         block_tables_SM: Tensor,
         context_lens_S: Tensor,
-        scale: float,
+        form: AttentionForm,
         out_SND: Tensor | None = None,
     ) -> Tensor | None:
         """Splits contexts among programs (split-KV)."""
         if not _runs(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S):
             return None
         return attention.paged_decode_attention(
-            q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, scale, out_SND=out_SND
+            q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, form, out_SND=out_SND
         )
 
     def plan_prefills(self, chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
@@ -136,7 +136,7 @@ class TritonOps(Ops):
         key_cache_NKBD: Tensor,
         value_cache_NKBD: Tensor,
         prefills: Prefills,
-        scale: float,
+        form: AttentionForm,
         out_TND: Tensor,
     ) -> Tensor | None:
         """Takes one launch for all chunks, and one more where contexts are split."""
@@ -145,7 +145,7 @@ class TritonOps(Ops):
             q_TND, key_cache_NKBD, value_cache_NKBD, planned.numbers, planned.block_tables, out_TND
         ):
             return None
-        return attention.paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, planned, scale, out_TND)
+        return attention.paged_prefill_attention(q_TND, key_cache_NKBD, value_cache_NKBD, planned, form, out_TND)
 
     @override
     def gather_kv(

@@ -37,13 +37,13 @@ def build(device: torch.device, lens: list[int], small: list[int], **options: An
 
 def decode(case: PagedCase, q_SND: Tensor, **scales: Any) -> Tensor | None:
     return attention.paged_decode_attention(
-        q_SND, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, **scales
+        q_SND, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.form, **scales
     )
 
 
 def decode_reference(case: PagedCase, q_SND: Tensor) -> Tensor:
     keys, values = case.keys_NKBD.to(case.dtype), case.values_NKBD.to(case.dtype)
-    return reference.paged_decode_attention(q_SND, keys, values, case.tables_SM, case.lens_S, case.scale)
+    return reference.paged_decode_attention(q_SND, keys, values, case.tables_SM, case.lens_S, case.form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,10 +101,10 @@ def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]]) -> PlannedPre
     prefills = case.prompts(chunks)
     q, caches = case.queries(prefills.chunks[-1].rows.stop), (case.keys_NKBD, case.values_NKBD)
     expected, found = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    reference.paged_prefill_attention(q, *caches, prefills, case.scale, expected)
+    reference.paged_prefill_attention(q, *caches, prefills, case.form, expected)
     planned = case.planned(prefills, attention.plan_prefills).planned
     assert planned is not None
-    assert_close(attention.paged_prefill_attention(q, *caches, planned, case.scale, found), expected)
+    assert_close(attention.paged_prefill_attention(q, *caches, planned, case.form, found), expected)
     return planned
 
 

@@ -54,12 +54,12 @@ def attentions() -> None:
         keys, values = cache.keys_NKBD, cache.values_NKBD
         for batch in sorted({batch for batch, _ in attention.TensorSizes().decode_cells}):
             lens_S = torch.full((batch,), 64, dtype=torch.int32)
-            paged_decode_attention(cache.queries(batch), keys, values, cache.tables(batch, 64), lens_S, shape.scale)
+            paged_decode_attention(cache.queries(batch), keys, values, cache.tables(batch, 64), lens_S, shape.form)
         for num_tokens, start in attention.TensorSizes().prefill_chunks:
             provider = OwnKernels.of(cache.spec)
             q_TND, table_M = cache.queries(num_tokens), cache.tables(1, start + num_tokens)[0]
             provider.plan(prompts(provider, (table_M, start, num_tokens)))
-            provider.attend(q_TND, keys, values, torch.empty_like(q_TND))
+            provider.attend(q_TND, keys, values, shape.form, torch.empty_like(q_TND))
 
 
 def sweeps() -> None:

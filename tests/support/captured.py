@@ -95,6 +95,7 @@ class CapturedRunner(SampledRunner):
                 num_kv_heads=1,
                 head_dim=1,
                 block_size=self.block_size,
+                scale=1.0,
             )
         )
         self._replayed = ReplayedDecoder(decoder, self.vocab_size, MAX_NUM_SEQS, max_blocks, CPU)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
-from disagg.kernels.ops import PrefillChunk, Prefills
+from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -55,7 +55,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             "tables": paged_kv_indices.tensor_split(paged_kv_indptr[1:-1].long()),
             "lens": lens.tolist(),
             "heads": (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
-            "scale": sm_scale,
+            "form": AttentionForm(sm_scale),
             "dtypes": (q_data_type, kv_data_type or q_data_type),
         }
 
@@ -71,7 +71,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         rows = zip(planned["rows"], planned["rows"][1:], planned["tables"], planned["lens"], strict=False)
         for first, last, table, length in rows:
             chunk = PrefillChunk(slice(first, last), length - (last - first), table)
-            reference.paged_prefill_attention(q, keys, values, Prefills((chunk,)), planned["scale"], out)
+            reference.paged_prefill_attention(q, keys, values, Prefills((chunk,)), planned["form"], out)
         out += self.wrong_by
         return out
 

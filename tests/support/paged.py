@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from disagg.kernels.ops import AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
+from disagg.kernels.ops import AttentionForm, AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 
 UNREADABLE_BLOCK = 2**30
@@ -42,7 +42,7 @@ class PagedCase:
         device: torch.device | str = "cpu",
     ) -> None:
         self._random = torch.Generator(device).manual_seed(1)
-        self.device, self.dtype, self.dim, self.scale = device, dtype, dim, dim**-0.5
+        self.device, self.dtype, self.dim, self.form = device, dtype, dim, AttentionForm(dim**-0.5)
         self.num_heads, K = heads
         widths = [-(-length // block_size) for length in context_lens]
         cache = torch.full((2, 2, sum(widths) + 1, K, block_size, dim), math.nan, dtype=dtype, device=device)
@@ -93,6 +93,7 @@ class PagedCase:
             num_kv_heads=K,
             head_dim=self.dim,
             block_size=block_size,
+            scale=self.form.scale,
         )
         work = plan(places, spec)
         numbers = torch.from_numpy(work.numbers).to(self.device)

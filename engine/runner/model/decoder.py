@@ -38,7 +38,7 @@ from disagg.kernels.dispatch import (
     rms_norm,
     take_rows,
 )
-from disagg.kernels.ops import AttentionSpec, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, RopeWrite
 
 
 class Decoder:
@@ -74,6 +74,7 @@ class Decoder:
                 num_kv_heads=local.num_kv_heads,
                 head_dim=local.head_dim,
                 block_size=cache.block_size,
+                scale=local.head_dim**-0.5,
             )
         )
         """Provider of the attention of prompts, for which batches are made."""
@@ -150,7 +151,7 @@ class _Layer:
         self._rope_write = RopeWrite(
             parameters.q_norm_D, parameters.k_norm_D, self._eps, rope.cos_PD, rope.sin_PD, *cache
         )
-        self._scale = config.head_dim**-0.5
+        self._form = AttentionForm(config.head_dim**-0.5)
         self._attention_size = config.num_heads * config.head_dim
 
     def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
@@ -178,14 +179,14 @@ class _Layer:
         return add_rms_norm(total_TH, residual_TH, norm_H, self._eps)
 
     def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
-        keys, values, scale = self._key_cache_NKBD, self._value_cache_NKBD, self._scale
+        keys, values, form = self._key_cache_NKBD, self._value_cache_NKBD, self._form
         out_TND = new_output(q_TND.shape, q_TND)
         if batch.num_decodes:
             rows = slice(batch.num_decodes)
             tables_SM, lens_S = batch.block_tables_SM, batch.context_lens_S
-            paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, scale, out_TND[rows])
+            paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, form, out_TND[rows])
         if batch.prefills is not None:
-            self._prompts.attend(q_TND, keys, values, out_TND)
+            self._prompts.attend(q_TND, keys, values, form, out_TND)
         return out_TND
 
 

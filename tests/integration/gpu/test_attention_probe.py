@@ -13,7 +13,14 @@ from tests.support import flashinfer_played
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SPEC = AttentionSpec(
-    device="cpu", dtype="float32", kv_dtype="float32", num_heads=2, num_kv_heads=1, head_dim=64, block_size=16
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    block_size=16,
+    scale=64**-0.5,
 )
 LONG_S = 120.0
 

@@ -38,7 +38,14 @@ BLOCKS = [9, 2, 31, 0, 17, 5, 40, 63, 11, 8, 26, 50]
 OTHER_BLOCKS = [1, 3, 60, 4, 6, 33, 7, 10, 12, 13, 44, 14]
 FAMILIES = ("llama", "qwen2", "qwen3")
 SPEC = AttentionSpec(
-    device="cpu", dtype="float32", kv_dtype="float32", num_heads=2, num_kv_heads=1, head_dim=16, block_size=4
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    block_size=4,
+    scale=0.25,
 )
 
 

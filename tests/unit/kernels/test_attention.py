@@ -10,6 +10,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.ops import AttentionForm
 from tests.support.paged import prompts
 from tests.unit.kernels import oracle
 
@@ -26,7 +27,7 @@ class Case:
         torch.manual_seed(hash((tuple(contexts), heads, dim, block_size)) % 2**31)
         N, K = heads
         widths = [(context + block_size - 1) // block_size for context in contexts]
-        self.contexts, self.group, self.scale = contexts, N // K, dim**-0.5
+        self.contexts, self.group, self.form = contexts, N // K, AttentionForm(dim**-0.5)
         self.cache = oracle.new_cache(sum(widths) + 2, 3, K, block_size, dim, dtype)
         self.keys_NKBD, self.values_NKBD = self.cache[:, 1, 0], self.cache[:, 1, 1]
         # As in a model: a slice of the rows of q, k and v side by side.
@@ -45,7 +46,7 @@ class Case:
 
     def decode(self, ops: Any) -> Tensor:
         out: Tensor = ops.paged_decode_attention(
-            self.q_SND, self.keys_NKBD, self.values_NKBD, self.tables_SM, self.lens_S, self.scale
+            self.q_SND, self.keys_NKBD, self.values_NKBD, self.tables_SM, self.lens_S, self.form
         )
         return out
 
@@ -53,7 +54,8 @@ class Case:
         """One query row over the first `context` tokens of a sequence."""
         k, v = self.k[sequence][:context], self.v[sequence][:context]
         heads = [
-            oracle.attend(q_D, k[:, n // self.group], v[:, n // self.group], self.scale) for n, q_D in enumerate(q_ND)
+            oracle.attend(q_D, k[:, n // self.group], v[:, n // self.group], self.form.scale)
+            for n, q_D in enumerate(q_ND)
         ]
         return torch.stack(heads)
 
@@ -65,7 +67,7 @@ def prefill(ops: Any, case: Case, q_TND: Tensor, table_M: Tensor, start: int) ->
     """One prompt alone in a step."""
     out = torch.empty(q_TND.shape, dtype=q_TND.dtype)
     prefills = prompts((table_M, start, len(q_TND)))
-    found: Tensor = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.scale, out)
+    found: Tensor = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.form, out)
     assert found is out
     return found
 
@@ -95,7 +97,7 @@ def test_decode_attention_of_one_token_is_its_value(ops: Any) -> None:
 
 def test_decode_attention_over_a_long_context_with_large_scores(ops: Any) -> None:
     case = Case([700], (2, 1), 16, torch.float32)
-    case.scale = 30.0  # scores in the hundreds: only exp(score - max) is representable
+    case.form = AttentionForm(30.0)  # scores in the hundreds: only exp(score - max) is representable
     oracle.assert_close(case.decode(ops), case.expected_decode())
 
 
@@ -222,7 +224,7 @@ def test_cpp_prefill_attention_agrees_with_the_reference_over_many_tiles(
 def test_cpp_attention_writes_where_it_is_told(native: NativeOps) -> None:
     case = Case([40, 31], (4, 2), 64, torch.bfloat16)
     q_TND, caches = torch.randn(2, 4, 64).bfloat16(), (case.keys_NKBD, case.values_NKBD)
-    decode = (q_TND, *caches, case.tables_SM, case.lens_S, case.scale)
+    decode = (q_TND, *caches, case.tables_SM, case.lens_S, case.form)
     rows = torch.full((6, 4, 64), 7.0).bfloat16()
     assert native.paged_decode_attention(*decode, out_SND=rows[1:3]) is not None
     expected = native.paged_decode_attention(*decode)
@@ -232,7 +234,7 @@ def test_cpp_attention_writes_where_it_is_told(native: NativeOps) -> None:
     prefills = prompts((case.tables_SM[0], 38, 2))
     for out in (rows[:3], rows.float()[:2], rows[:4:2]):
         assert native.paged_decode_attention(*decode, out_SND=out) is None
-        assert native.paged_prefill_attention(q_TND, *caches, prefills, case.scale, out) is None
+        assert native.paged_prefill_attention(q_TND, *caches, prefills, case.form, out) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -242,7 +244,7 @@ def test_the_prompts_of_a_step_write_their_rows(ops: Any, dtype: torch.dtype) ->
     prefills = prompts((tables[0], 38, 2), (tables[1], 0, 31), (tables[2], 9, 8), first_row=1)
     q_TND = torch.randn(43, 8, 64).to(dtype)[:, :4]
     out = torch.full((43, 4, 64), 7.0).to(dtype)
-    found = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.scale, out)
+    found = ops.paged_prefill_attention(q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.form, out)
     assert found is out
     assert (out[[0, 42]] == 7.0).all()
     for row, chunk in enumerate(prefills.chunks):
@@ -274,5 +276,5 @@ def test_cpp_prefill_attention_declines_a_table_that_is_too_short(native: Native
     case = Case([40], (4, 2), 64, torch.float32)
     table_M = torch.tensor(case.tables[0][:2], dtype=torch.int32)
     q_TND, prefills = torch.zeros(8, 4, 64), prompts((table_M, 32, 8))
-    args = (q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.scale, torch.zeros(8, 4, 64))
+    args = (q_TND, case.keys_NKBD, case.values_NKBD, prefills, case.form, torch.zeros(8, 4, 64))
     assert native.paged_prefill_attention(*args) is None

@@ -20,7 +20,7 @@ from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import attention, attention_choice
 from disagg.kernels.attention import FlashInfer, OwnKernels, prompts
 from disagg.kernels.attention_choice import Choice, ProviderError, choose
-from disagg.kernels.ops import AttentionSpec
+from disagg.kernels.ops import AttentionForm, AttentionSpec
 from disagg.kernels.triton import attention as triton_attention
 from disagg.proto.errors import ConfigError
 from tests.support import flashinfer_played
@@ -28,7 +28,14 @@ from tests.support.stepping import chunk, last_token, make_runner, make_sequence
 from tests.support.tiny_models import make_checkpoint
 
 GPU = AttentionSpec(
-    device="cuda:0", dtype="bfloat16", kv_dtype="bfloat16", num_heads=8, num_kv_heads=2, head_dim=64, block_size=16
+    device="cuda:0",
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    block_size=16,
+    scale=0.125,
 )
 CPU = dataclasses.replace(GPU, device="cpu", dtype="float32", kv_dtype="float32")
 
@@ -67,6 +74,9 @@ def test_the_one_that_is_named_is_probed(played: Path, monkeypatch: pytest.Monke
         ({"device": "cpu"}, "it is for CUDA devices, not for cpu"),
         ({"dtype": "float32", "kv_dtype": "float32"}, "it takes bfloat16 and float16, not float32"),
         ({"kv_dtype": "float8_e4m3fn"}, "KV in float8_e4m3fn beside bfloat16 was not tried with it"),
+        ({"windows": (128,)}, "windows, soft caps and sinks were not tried with it"),
+        ({"has_soft_cap": True}, "windows, soft caps and sinks were not tried with it"),
+        ({"has_sinks": True}, "windows, soft caps and sinks were not tried with it"),
         ({"head_dim": 80}, "it takes heads of 64, 128 and 256, not of 80"),
     ],
 )
@@ -101,7 +111,7 @@ def test_flashinfer_computes_the_chunks_of_a_step_together(played: Path) -> None
     for provider in (OwnKernels.of(CPU), FlashInfer.of(CPU)):
         out_TND = torch.full_like(q_TND, 7.0)
         provider.plan(prompts(provider, *chunks, first_row=2))
-        provider.attend(q_TND, keys, values, out_TND)
+        provider.attend(q_TND, keys, values, AttentionForm(CPU.scale), out_TND)
         assert (out_TND[:2] == 7.0).all()
         results.append(out_TND)
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)

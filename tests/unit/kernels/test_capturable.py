@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from disagg.kernels import reference
-from disagg.kernels.ops import PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills, RopeWrite
 
 T, N, K, D, BLOCK, NUM_BLOCKS = 4, 4, 2, 16, 8, 5
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
@@ -69,7 +69,9 @@ def test_prompts_read_a_cache_of_8_bit_floats() -> None:
     q_TND = torch.randn(T, N, D, generator=torch.Generator().manual_seed(2)).bfloat16()
     chunks = Prefills((PrefillChunk(slice(0, T), 9, torch.tensor([3, 1], dtype=torch.int32)),))
     found, expected = (
-        reference.paged_prefill_attention(q_TND, cache[:, 1, 0], cache[:, 1, 1], chunks, 0.25, torch.empty_like(q_TND))
+        reference.paged_prefill_attention(
+            q_TND, cache[:, 1, 0], cache[:, 1, 1], chunks, AttentionForm(0.25), torch.empty_like(q_TND)
+        )
         for cache in (whole, whole.bfloat16())
     )
     assert torch.equal(found, expected)
@@ -89,7 +91,7 @@ def rope_write() -> object:
 def decode() -> object:
     keys, values = caches(torch.float32)
     tables, lens = torch.zeros(T, 3, dtype=torch.int32), torch.ones(T, dtype=torch.int32)
-    return reference.paged_decode_attention(torch.ones(T, N, D), keys, values, tables, lens, 0.25)
+    return reference.paged_decode_attention(torch.ones(T, N, D), keys, values, tables, lens, AttentionForm(0.25))
 
 
 STAND_INS: dict[str, Callable[[], object]] = {

@@ -16,7 +16,7 @@ import torch
 from disagg.kernels import dispatch, reference
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.ops import AttentionSpec, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace
 from tests.support.paged import prompts
 
@@ -119,19 +119,27 @@ def test_without_a_compiler_everything_works_and_a_warning_says_why(
     assert torch.equal(cache[0, 0, :, :, 4], torch.stack((rotated[0], q[0])))
     assert torch.equal(dispatch.embed(slots, torch.eye(7)), torch.eye(7)[4:6])
     assert dispatch.argmax_rows(torch.eye(3), 3).tolist() == [0, 1, 2]
-    args = (q, keys, values, table, lens, 0.25)
+    form = AttentionForm(0.25)
+    args = (q, keys, values, table, lens, form)
     assert torch.equal(dispatch.paged_decode_attention(*args), reference.paged_decode_attention(*args))
     out = dispatch.new_output((2, *q.shape), q)
     assert dispatch.paged_decode_attention(*args, out[0]).data_ptr() == out.data_ptr()
     prefills = prompts((table[0], 3, 2))
     spec = AttentionSpec(
-        device="cpu", dtype="float32", kv_dtype="float32", num_heads=3, num_kv_heads=3, head_dim=16, block_size=16
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32",
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=16,
+        block_size=16,
+        scale=0.25,
     )
     assert dispatch.plan_prefills([ChunkPlace(0, 2, 3, 0)], spec) is None
-    dispatch.paged_prefill_attention(q, keys, values, prefills, 0.25, out[1])
+    dispatch.paged_prefill_attention(q, keys, values, prefills, form, out[1])
     assert torch.equal(out[0], reference.paged_decode_attention(*args))
     expected = torch.empty_like(out[1])
-    assert torch.equal(out[1], reference.paged_prefill_attention(q, keys, values, prefills, 0.25, expected))
+    assert torch.equal(out[1], reference.paged_prefill_attention(q, keys, values, prefills, form, expected))
     assert torch.equal(dispatch.take_rows(torch.eye(4), torch.tensor([3, 1])), torch.eye(4)[[3, 1]])
     assert dispatch.describe() == "torch reference (no C++ compiler on PATH (looked for c++, g++, clang++))"
     assert [(record.levelname, "no C++ compiler" in record.getMessage()) for record in caplog.records] == [

@@ -10,7 +10,7 @@ from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import AttentionForm, RopeWrite
 from disagg.kernels.quantize import quantize_int8
 from tests.support.paged import prompts
 from tests.unit.kernels.conftest import LEVELS, compiled_or_skip
@@ -95,10 +95,9 @@ def results(native: NativeOps, products: NativeLinear, dtype: torch.dtype) -> li
     found += [native.qkv_rope_write(qkv, slots, slots, layer), keys, values]
     q, blocks = of(8, 40, HEADS, DIM), torch.randperm(40, generator=torch.Generator().manual_seed(9)).int()
     lengths = torch.tensor([1, 639, 17], dtype=torch.int32)
-    found.append(native.paged_decode_attention(q[:3], keys, values, blocks.repeat(3, 1), lengths, 0.125))
-    found.append(
-        native.paged_prefill_attention(q, keys, values, prompts((blocks, 300, 40)), 0.125, torch.empty_like(q))
-    )
+    form = AttentionForm(0.125)
+    found.append(native.paged_decode_attention(q[:3], keys, values, blocks.repeat(3, 1), lengths, form))
+    found.append(native.paged_prefill_attention(q, keys, values, prompts((blocks, 300, 40)), form, torch.empty_like(q)))
     assert None not in found
     return [each for each in found if each is not None]
 

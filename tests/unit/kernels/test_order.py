@@ -51,7 +51,7 @@ class Attention:
             rows = slice(start, min(start + chunk_tokens, self.num_tokens))
             prefills = prompts((case.tables_SM[0], start, rows.stop - start))
             found = self._native.paged_prefill_attention(
-                self.q_TND[rows], case.keys_NKBD, case.values_NKBD, prefills, case.scale, out[rows]
+                self.q_TND[rows], case.keys_NKBD, case.values_NKBD, prefills, case.form, out[rows]
             )
             assert found is not None
         return out
@@ -61,7 +61,7 @@ class Attention:
         case = self.case
         found = self._native.paged_decode_attention(
             self.q_TND[positions], case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM.repeat(len(positions), 1),
-            torch.tensor(positions, dtype=torch.int32) + 1, case.scale,
+            torch.tensor(positions, dtype=torch.int32) + 1, case.form,
         )  # fmt: skip
         assert found is not None
         return found
@@ -94,7 +94,7 @@ def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_thre
         table_SM = tables[[rows[i][0] for i in some]]
         lens_S = torch.tensor([lengths[i] for i in some], dtype=torch.int32)
         found = native.paged_decode_attention(
-            q_SND[some], case.keys_NKBD, case.values_NKBD, table_SM, lens_S, case.scale
+            q_SND[some], case.keys_NKBD, case.values_NKBD, table_SM, lens_S, case.form
         )
         assert found is not None
         return found

@@ -13,10 +13,11 @@ from torch import Tensor
 from disagg.kernels import dispatch
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import AttentionForm, RopeWrite
 from tests.support.paged import prompts
 
 BLOCK, KV_HEADS, HEADS, DIM = 16, 3, 9, 64
+FORM = AttentionForm(0.125)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def decode(native: NativeOps) -> Tensor:
     lengths = [1, 700, 16, 0, 33, 633]
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(3)).repeat(6, 1)[:, :44].to(torch.int32)
     found = native.paged_decode_attention(
-        numbers(4, 6, HEADS, DIM), *caches(60), tables.contiguous(), torch.tensor(lengths, dtype=torch.int32), 0.125
+        numbers(4, 6, HEADS, DIM), *caches(60), tables.contiguous(), torch.tensor(lengths, dtype=torch.int32), FORM
     )
     assert found is not None
     return found
@@ -48,7 +49,7 @@ def prefill(native: NativeOps) -> Tensor:
     table = torch.arange(40, dtype=torch.int32)
     q_TND = numbers(5, 301, HEADS, DIM)
     prefills = prompts((table, 77, 301))
-    found = native.paged_prefill_attention(q_TND, *caches(40), prefills, 0.125, torch.empty_like(q_TND))
+    found = native.paged_prefill_attention(q_TND, *caches(40), prefills, FORM, torch.empty_like(q_TND))
     assert found is not None
     return found
 

@@ -43,7 +43,7 @@ def assert_close(found: Tensor | None, expected: Tensor) -> None:
 
 def expected_decode(case: PagedCase, q_SND: Tensor) -> Tensor:
     return reference.paged_decode_attention(
-        q_SND, case.keys_NKBD, case.values_NKBD, case.tables_SM, case.lens_S, case.scale
+        q_SND, case.keys_NKBD, case.values_NKBD, case.tables_SM, case.lens_S, case.form
     )
 
 
@@ -60,7 +60,7 @@ def test_decode(heads: tuple[int, int], dim: int, block_size: int, dtype: torch.
     case = PagedCase(LENGTHS, heads=heads, dim=dim, block_size=block_size, dtype=dtype)
     q = case.queries(len(LENGTHS))
     found = attention.paged_decode_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.form
     )
     assert_close(found, expected_decode(case, q))
 
@@ -71,7 +71,7 @@ def test_decode_is_the_same_however_many_programs_share_the_contexts(num_program
     case = PagedCase([5, 531, 0, 17], heads=(2, 1), dim=16)
     q = case.queries(4)
     shape = DecodeShape(tile=16, num_programs=num_programs, num_warps=4, num_stages=3)
-    score_scale = case.scale * math.log2(math.e)
+    score_scale = case.form.scale * math.log2(math.e)
     found = decode_attention(
         q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, score_scale, 1.0, shape
     )
@@ -81,7 +81,7 @@ def test_decode_is_the_same_however_many_programs_share_the_contexts(num_program
 def test_decode_of_padded_rows_alone_gives_zeros() -> None:
     case = PagedCase([0, 0], heads=(2, 1), dim=16)
     found = attention.paged_decode_attention(
-        case.queries(2), case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale
+        case.queries(2), case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.form
     )
     assert_close(found, torch.zeros(2, 2, 16))
 
@@ -92,10 +92,10 @@ def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]], plan: Planner
     num_rows = prefills.chunks[-1].rows.stop + 2
     q, caches = case.queries(num_rows), (case.keys_NKBD, case.values_NKBD)
     expected, found = (torch.full((num_rows, case.num_heads, case.dim), 7.0, dtype=case.dtype) for _ in range(2))
-    reference.paged_prefill_attention(q, *caches, prefills, case.scale, expected)
+    reference.paged_prefill_attention(q, *caches, prefills, case.form, expected)
     planned = case.planned(prefills, plan).planned
     assert planned is not None
-    assert_close(attention.paged_prefill_attention(q, *caches, planned, case.scale, found), expected)
+    assert_close(attention.paged_prefill_attention(q, *caches, planned, case.form, found), expected)
     assert (found[[0, 1, 2, -2, -1]] == 7.0).all()
 
 
@@ -178,11 +178,11 @@ def test_results_go_where_they_are_wanted() -> None:
     q, caches = case.queries(2), (case.keys_NKBD, case.values_NKBD)
     rows = torch.full((6, 4, 32), 7.0)
     decode = attention.paged_decode_attention(
-        q, *caches, case.poisoned_tables_SM, case.lens_S, case.scale, out_SND=rows[1:3]
+        q, *caches, case.poisoned_tables_SM, case.lens_S, case.form, out_SND=rows[1:3]
     )
     assert decode is not None
     assert decode.data_ptr() == rows[1:].data_ptr()
-    assert_close(decode, reference.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.scale))
+    assert_close(decode, reference.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.form))
     assert (rows[[0, 3, 4, 5]] == 7.0).all()
 
 
@@ -190,8 +190,8 @@ def test_results_go_where_they_are_wanted() -> None:
 def test_where_results_cannot_go_the_kernels_decline(out: Tensor) -> None:
     case = PagedCase([40, 31], heads=(4, 2), dim=32)
     q, caches = case.queries(2), (case.keys_NKBD, case.values_NKBD)
-    assert attention.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.scale, out_SND=out) is None
-    assert attention.paged_prefill_attention(q, *caches, planned(case, [(38, 2)]), case.scale, out) is None
+    assert attention.paged_decode_attention(q, *caches, case.tables_SM, case.lens_S, case.form, out_SND=out) is None
+    assert attention.paged_prefill_attention(q, *caches, planned(case, [(38, 2)]), case.form, out) is None
 
 
 def test_an_fp8_cache_is_read_with_its_scales() -> None:
@@ -199,14 +199,14 @@ def test_an_fp8_cache_is_read_with_its_scales() -> None:
     q, scales = case.queries(2), (0.5, 3.0)
     keys, values = case.keys_NKBD.to(torch.float16) * 0.5, case.values_NKBD.to(torch.float16) * 3.0
     decode = attention.paged_decode_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale, *scales
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.form, *scales
     )
-    assert_close(decode, reference.paged_decode_attention(q, keys, values, case.tables_SM, case.lens_S, case.scale))
+    assert_close(decode, reference.paged_decode_attention(q, keys, values, case.tables_SM, case.lens_S, case.form))
     prefill = attention.paged_prefill_attention(
-        q, case.keys_NKBD, case.values_NKBD, planned(case, [(98, 2)]), case.scale, torch.empty(2, 4, 64).half(), *scales
+        q, case.keys_NKBD, case.values_NKBD, planned(case, [(98, 2)]), case.form, torch.empty(2, 4, 64).half(), *scales
     )
     expected = torch.empty(2, 4, 64).half()
-    reference.paged_prefill_attention(q, keys, values, case.prompts([(98, 2)]), case.scale, expected)
+    reference.paged_prefill_attention(q, keys, values, case.prompts([(98, 2)]), case.form, expected)
     assert_close(prefill, expected)
 
 
@@ -229,6 +229,6 @@ def test_an_fp8_cache_is_read_with_its_scales() -> None:
 def test_declines_what_it_cannot_read(change: Callable[[PagedCase, Tensor], tuple[Tensor, ...]]) -> None:
     case = PagedCase([3, 4], heads=(2, 1), dim=16)
     q, keys, values, tables = change(case, case.queries(2))
-    assert attention.paged_decode_attention(q, keys, values, tables, case.lens_S, case.scale) is None
+    assert attention.paged_decode_attention(q, keys, values, tables, case.lens_S, case.form) is None
     prefills = dataclasses.replace(planned(case, [(1, 2)]), block_tables=tables[0])
-    assert attention.paged_prefill_attention(q, keys, values, prefills, case.scale, torch.empty(2, 2, 16)) is None
+    assert attention.paged_prefill_attention(q, keys, values, prefills, case.form, torch.empty(2, 2, 16)) is None

@@ -77,7 +77,14 @@ def test_what_prepares_for_a_kernel_is_left_out_with_it(
 ) -> None:
     monkeypatch.setenv("DISAGG_KERNELS", value)
     spec = AttentionSpec(
-        device="cpu", dtype="float32", kv_dtype="float32", num_heads=4, num_kv_heads=2, head_dim=16, block_size=16
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        scale=0.25,
     )
     assert dispatch.draws_on(torch.device("cpu")) == draws
     assert (dispatch.plan_prefills([ChunkPlace(0, 2, 3, 0)], spec) is not None) == plans

@@ -105,7 +105,7 @@ def test_results_stay_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> No
     case = PagedCase(lengths, heads=(8, 2), dim=64, block_size=64, dtype=torch.float16)
     q = case.queries(len(lengths))
     found = attention.paged_decode_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.scale
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.form
     )
     assert_close(found, expected_decode(case, q))
     assert_prefill(case, [(100, 100), (0, 3), (0, 65)])
