@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.engine.ceilings import Ceilings
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import ModelConfig
 
 KV_ELEMENT_BYTES = 2
 """bf16."""
@@ -67,7 +67,7 @@ def overlapped_limit_s(works: Sequence[Work], ceilings: Ceilings) -> float:
 def layer_weights(model: ModelConfig) -> int:
     """Numbers in the matrices of one layer."""
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return model.hidden_size * (2 * query + 2 * kv + 3 * model.intermediate_size)
+    return model.hidden_size * (2 * query + 2 * kv + 3 * model.layers[0].ffn.intermediate_size)
 
 
 def _works(

@@ -34,7 +34,8 @@ from benchmarks.engine.process import Engine, running_engine
 from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.cluster.system.cores import available_cores
-from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import Quantization, WorkerConfig
 from disagg.kernels.cpu import build
 from tests.support.reports import positive, print_table, report, write_json

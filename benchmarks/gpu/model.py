@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from benchmarks.gpu.report import RowFile
 from benchmarks.gpu.timing import Ceilings, attempt, parse, read_ceilings, row_file, wall_ms
 from benchmarks.gpu.torch_step import PlainStep, is_plain
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
@@ -119,8 +119,8 @@ def random_parameters(
     weights: list[Any] = [parameters.lm_head_VH]
     for layer in parameters.layers:
         layer.input_norm_H.fill_(1.0)
-        layer.post_norm_H.fill_(1.0)
-        weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.gate_up_weight_2IH, layer.down_weight_HI]
+        layer.ffn_norm_H.fill_(1.0)
+        weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
     for weight in weights:
         weight.normal_(0.0, weight.shape[1] ** -0.5)
     return parameters

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
-from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.model_runner import TorchModelRunner
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def is_plain(parameters: ModelParameters) -> bool:
     """Whether torch's own ops take all weights, which those of a CPU are packed for."""
     weights: list[Any] = [parameters.lm_head_VH]
     for layer in parameters.layers:
-        weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.gate_up_weight_2IH, layer.down_weight_HI]
+        weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
     return all(isinstance(weight, Tensor) for weight in weights)
 
 
@@ -46,7 +46,8 @@ class PlainStep:
         ]
         self._place = context_len - 1
         dtype = parameters.embedding_VH.dtype
-        rope = RopeTable(runner.model_config, context_len, dtype, device)
+        ropes = RopeTables(runner.model_config, context_len, dtype, device)
+        rope = ropes.of(runner.model_config.layers[0].attention.rope)
         self._cos_D, self._sin_D = rope.cos_PD[self._place], rope.sin_PD[self._place]
         self._ids_S = torch.zeros(batch, dtype=torch.int64, device=device)
 
@@ -57,8 +58,8 @@ class PlainStep:
         x_SH = F.embedding(self._ids_S, parameters.embedding_VH)
         for layer, (keys_SKTD, values_SKTD) in zip(parameters.layers, self._kv, strict=True):
             x_SH = x_SH + self._attended(layer, self._norm(x_SH, layer.input_norm_H), keys_SKTD, values_SKTD)
-            gate_SI, up_SI = F.linear(self._norm(x_SH, layer.post_norm_H), layer.gate_up_weight_2IH).chunk(2, dim=-1)  # type: ignore[arg-type]
-            x_SH = x_SH + F.linear(F.silu(gate_SI) * up_SI, layer.down_weight_HI)  # type: ignore[arg-type]
+            gate_SI, up_SI = F.linear(self._norm(x_SH, layer.ffn_norm_H), layer.ffn.gate_up_weight_2IH).chunk(2, dim=-1)  # type: ignore[arg-type]
+            x_SH = x_SH + F.linear(F.silu(gate_SI) * up_SI, layer.ffn.down_weight_HI)  # type: ignore[arg-type]
         logits_SV = F.linear(self._norm(x_SH, parameters.final_norm_H), parameters.lm_head_VH)  # type: ignore[arg-type]
         self._ids_S = logits_SV.argmax(-1)
         return list(self._ids_S.tolist())

@@ -29,7 +29,7 @@ from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
 from disagg.engine.runner.model.parameters import pack_parameters
-from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.weights import load_parameters
 from tests.support.reports import REPOSITORY, print_table, report, write_json
 
@@ -57,7 +57,7 @@ class Scorer:
         parameters = load_parameters(folder, model, dtype, device)
         pack_parameters(parameters, form.quantization)
         cache = KvCache(kv_layout(model, form.dtype), num_blocks, BLOCK_SIZE, device)
-        self._decoder = Decoder(model, parameters, RopeTable(model, num_tokens, dtype, device), cache)
+        self._decoder = Decoder(model, parameters, RopeTables(model, num_tokens, dtype, device), cache)
         self._batches = BatchBuilder(BLOCK_SIZE, num_tokens)
 
     def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:

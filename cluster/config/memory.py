@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import device_defaults
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.control import PoolName

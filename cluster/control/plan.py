@@ -33,7 +33,8 @@ from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
-from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
 from disagg.engine.config import (
     Dtype,

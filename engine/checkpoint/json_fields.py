@@ -30,19 +30,41 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 class JsonFields:
-    """Typed access to one JSON object; the error names the file and the field. A null counts as missing."""
+    """Typed access to one JSON object; the error names the file and the field. A null counts as missing.
+
+    It keeps which fields were asked for, so that a reader can refuse the others (`unread`).
+    """
 
     def __init__(self, file: Path, values: dict[str, Any]) -> None:
         self.file = file
-        self.values = values
+        self._values = values
+        self._read: set[str] = set()
 
     def error(self, message: str) -> ConfigError:
         """A `ConfigError` that names the file."""
         return ConfigError(f"{self.file}: {message}")
 
+    def value(self, name: str) -> Any:
+        """Whatever the field holds; None where it is missing."""
+        self._read.add(name)
+        return self._values.get(name)
+
     def has(self, name: str) -> bool:
         """Whether the field is present and not null."""
-        return self.values.get(name) is not None
+        return self.value(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Whether the field is present and null, which families mean otherwise than a missing one."""
+        return self.value(name) is None and name in self._values
+
+    def unread(self) -> dict[str, Any]:
+        """Fields that nobody asked for. A null, a false and an empty value say that there is nothing, and count as
+        missing."""
+        return {
+            name: value
+            for name, value in self._values.items()
+            if name not in self._read and value is not None and value is not False and value not in ("", [], {})
+        }
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number of at least `minimum`."""
@@ -65,8 +87,15 @@ class JsonFields:
             raise self.error(f"`{name}` must be true or false, not {value!r}")
         return value
 
+    def part(self, name: str) -> JsonFields:
+        """The object that the field holds."""
+        value = self._value(name, None)
+        if not isinstance(value, dict):
+            raise self.error(f"`{name}` must be an object, not {value!r}")
+        return JsonFields(self.file, value)
+
     def _value(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
+        value = self.value(name)
         if value is None:
             value = default
         if value is None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.batch_arrays import BatchArrays, BatchBuilder, blocks_for_tokens
-from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
 from disagg.engine.config import (
     WorkerConfig,
@@ -47,7 +48,7 @@ from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
-from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
 from disagg.engine.runner.prompt_rows import prompt_logprobs, rows_of
 from disagg.engine.runner.sampler import Sampler, row_faults
@@ -195,8 +196,8 @@ class TorchModelRunner(ShardRunner):
     def _make(self, collective: Collective | None, num_blocks: int) -> None:
         """The cache, and what computes on it."""
         self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging)
-        rope = RopeTable(self.model_config, self.max_model_len, self._dtype, self._device)
-        self._decoder = Decoder(self.model_config, self._parameters, rope, self._cache, collective, self._attention)
+        ropes = RopeTables(self.model_config, self.max_model_len, self._dtype, self._device)
+        self._decoder = Decoder(self.model_config, self._parameters, ropes, self._cache, collective, self._attention)
         self._replayed: ReplayedDecoder | None = None
         if collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
@@ -453,7 +454,7 @@ def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
-        scale=model.head_dim**-0.5,
+        scale=model.layers[0].attention.scale,
     )
     try:
         choice = choose(config.attention, spec)
@@ -494,7 +495,7 @@ def _max_model_len(model: ModelConfig, config: WorkerConfig, cache_tokens: int) 
     if wanted < 1:
         raise ConfigError(f"max_model_len must be at least 1, not {wanted}")
     if wanted > model.max_exact_len:
-        window = f" (its sliding window of {model.sliding_window} is not implemented)" if model.sliding_window else ""
+        window = f" (its sliding window of {model.windows[0]} is not implemented)" if model.windows else ""
         raise ConfigError(f"max_model_len {wanted} is more than the model's {model.max_exact_len}{window}")
     if wanted > cache_tokens:
         raise ConfigError(f"max_model_len {wanted} is more than the {cache_tokens} tokens of the KV cache")

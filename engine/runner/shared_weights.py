@@ -24,10 +24,16 @@ import torch
 from torch import Tensor
 
 from disagg.engine.cache_folder import cache_folder
-from disagg.engine.checkpoint.checkpoint import ModelConfig, weight_file_times
+from disagg.engine.checkpoint.checkpoint import weight_file_times
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.weight_file import UnusableFileError, map_tensors, write_tensors
 from disagg.engine.config import WeightsSource
-from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, allocate_parameters
+from disagg.engine.runner.model.parameters import (
+    FfnParameters,
+    LayerParameters,
+    ModelParameters,
+    allocate_parameters,
+)
 from disagg.kernels.dispatch import drop_packing_memory, packed_parts, packing_name, restored_weight
 
 logger = logging.getLogger(__name__)
@@ -148,13 +154,22 @@ class _SharedFile:
 # ---------------------------------------------------------------- parameters
 
 
-def _slots(parameters: ModelParameters) -> Iterator[tuple[str, LayerParameters | ModelParameters, str]]:
+_Holder = LayerParameters | FfnParameters | ModelParameters
+
+
+def _slots(parameters: ModelParameters) -> Iterator[tuple[str, _Holder, str]]:
     """(name in the file, holder, its attribute) of every parameter."""
     for index, layer in enumerate(parameters.layers):
-        for field in fields(layer):
-            yield f"{index}.{field.name}", layer, field.name
+        yield from _fields_of(layer, f"{index}.")
+        yield from _fields_of(layer.ffn, f"{index}.ffn.")
     for name in ("embedding_VH", "final_norm_H", "lm_head_VH"):
         yield name, parameters, name
+
+
+def _fields_of(holder: LayerParameters | FfnParameters, prefix: str) -> Iterator[tuple[str, _Holder, str]]:
+    for field in fields(holder):
+        if field.name != "ffn":
+            yield f"{prefix}{field.name}", holder, field.name
 
 
 def _flat(parameters: ModelParameters) -> dict[str, Tensor]:
@@ -183,7 +198,7 @@ def _filled(model: ModelConfig, dtype: torch.dtype, tensors: Mapping[str, Tensor
             setattr(holder, attribute, restored_weight(packed, scale_O, out_features, in_features))
             continue
         tensor = tensors.get(name)
-        if tensor is None or tensor.dtype != dtype or tensor.shape != wanted.shape:
+        if tensor is None or tensor.dtype != wanted.dtype or tensor.shape != wanted.shape:
             raise ValueError(f"{name} is not the model's")
         setattr(holder, attribute, tensor)
     return parameters

@@ -8,6 +8,7 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig, TensorEntry, read_header, weight_files
-from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, allocate_parameters, plain
+from disagg.engine.checkpoint.checkpoint import TensorEntry, read_header, weight_files
+from disagg.engine.checkpoint.families.family import TensorNames
+from disagg.engine.checkpoint.families.registry import family_of
+from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
+from disagg.engine.runner.model.parameters import (
+    DenseParameters,
+    LayerParameters,
+    ModelParameters,
+    allocate_parameters,
+    plain,
+)
 from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
@@ -43,11 +53,11 @@ class Target:
     shape: tuple[int, ...]
     """Shape of the whole tensor in the checkpoint."""
     parameter: Tensor
-    """A (slice of a) parameter, not packed yet; it has the shape of `part`."""
+    """A (slice of a) parameter, not packed yet; it has the shape of `parts`."""
     dim: int = 0
     """The dimension along which ranks share the tensor."""
-    part: range | None = None
-    """The indices along `dim` that this rank takes; None for all."""
+    parts: tuple[range, ...] = ()
+    """The indices along `dim` that this rank takes, in this order; empty for all."""
 
     @property
     def nbytes(self) -> int:
@@ -93,48 +103,61 @@ def checkpoint_tensors(config: ModelConfig, parameters: ModelParameters, shard: 
     }
     if not config.tied_embeddings:
         targets[LM_HEAD] = _rows(plain(parameters.lm_head_VH)[: len(vocabulary)], num_ids, vocabulary)
-    for index, layer in enumerate(parameters.layers):
-        for name, target in _layer_tensors(config, layer, shard).items():
+    names = family_of(config.architecture).names
+    for index, (layer, held) in enumerate(zip(config.layers, parameters.layers, strict=True)):
+        for name, target in _layer_tensors(config, names, layer, held, shard).items():
             targets[f"model.layers.{index}.{name}"] = target
     return targets
 
 
-def _layer_tensors(config: ModelConfig, layer: LayerParameters, shard: Shard) -> dict[str, Target]:
+def _layer_tensors(
+    config: ModelConfig, names: TensorNames, layer: LayerConfig, held: LayerParameters, shard: Shard
+) -> dict[str, Target]:
     """Biases of the row-parallel layers are whole on every rank; the decoder adds them once."""
     heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
-    inner = shard.part(config.intermediate_size)
     single = {
-        "input_layernorm.weight": layer.input_norm_H,
-        "post_attention_layernorm.weight": layer.post_norm_H,
-        "self_attn.o_proj.bias": layer.o_bias_H,
-        "self_attn.q_norm.weight": layer.q_norm_D,
-        "self_attn.k_norm.weight": layer.k_norm_D,
-        "mlp.down_proj.bias": layer.down_bias_H,
+        f"{names.input_norm}.weight": held.input_norm_H,
+        f"{names.ffn_norm}.weight": held.ffn_norm_H,
+        f"{names.o}.bias": held.o_bias_H,
+        f"{names.q_norm}.weight": held.q_norm_D,
+        f"{names.k_norm}.weight": held.k_norm_D,
     }
     targets = {name: _whole(tensor) for name, tensor in single.items() if tensor is not None}
     attention, num_columns = _times(heads, config.head_dim), config.num_heads * config.head_dim
-    targets["self_attn.o_proj.weight"] = _columns(plain(layer.o_weight_HA), num_columns, attention)
-    targets["mlp.down_proj.weight"] = _columns(plain(layer.down_weight_HI), config.intermediate_size, inner)
-
+    targets[f"{names.o}.weight"] = _columns(plain(held.o_weight_HA), num_columns, attention)
     kv, num_kv = _times(kv_heads, config.head_dim), config.num_kv_heads * config.head_dim
-    qkv_rows = {"self_attn.q_proj": (num_columns, attention), "self_attn.k_proj": (num_kv, kv)}
-    qkv_rows["self_attn.v_proj"] = (num_kv, kv)
-    gate_up_rows = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (config.intermediate_size, inner))
-    targets |= _fused(plain(layer.qkv_weight_QH), "weight", qkv_rows)
-    targets |= _fused(layer.qkv_bias_Q, "bias", qkv_rows)
-    targets |= _fused(plain(layer.gate_up_weight_2IH), "weight", gate_up_rows)
-    targets |= _fused(layer.gate_up_bias_2I, "bias", gate_up_rows)
-    return targets
+    qkv_rows = ((num_columns, attention), (num_kv, kv), (num_kv, kv))
+    targets |= _fused(plain(held.qkv_weight_QH), names.qkv, "weight", qkv_rows)
+    targets |= _fused(held.qkv_bias_Q, names.qkv, "bias", qkv_rows)
+    return targets | _dense_tensors(names, layer.ffn, held.ffn, shard)
 
 
-def _fused(fused: Tensor | None, suffix: str, rows: dict[str, tuple[int, range]]) -> dict[str, Target]:
-    """`rows`: of each tensor that the parameter holds one below the other, how many it has and which are wanted."""
+def _dense_tensors(names: TensorNames, ffn: DenseConfig, held: DenseParameters, shard: Shard) -> dict[str, Target]:
+    inner = shard.part(ffn.intermediate_size)
+    targets = {f"{names.down}.weight": _columns(plain(held.down_weight_HI), ffn.intermediate_size, inner)}
+    if held.down_bias_H is not None:
+        targets[f"{names.down}.bias"] = _whole(held.down_bias_H)
+    rows = ((ffn.intermediate_size, inner),) * 2
+    targets |= _fused(plain(held.gate_up_weight_2IH), names.gate_up, "weight", rows)
+    return targets | _fused(held.gate_up_bias_2I, names.gate_up, "bias", rows)
+
+
+def _fused(
+    fused: Tensor | None, names: tuple[str, ...], suffix: str, rows: tuple[tuple[int, range], ...]
+) -> dict[str, Target]:
+    """A parameter that holds several tensors one below the other, which may be one tensor of the checkpoint, too.
+    `rows`: how many rows each has, and which of them are wanted."""
     if fused is None:
         return {}
-    pieces = torch.split(fused, [len(part) for _, part in rows.values()])
+    if len(names) == 1:
+        ends = tuple(itertools.accumulate((count for count, _ in rows), initial=0))
+        parts = tuple(range(end + part.start, end + part.stop) for end, (_, part) in zip(ends, rows, strict=False))
+        is_all = len(fused) == ends[-1]
+        return {f"{names[0]}.{suffix}": Target((ends[-1], *fused.shape[1:]), fused, 0, () if is_all else parts)}
+    pieces = torch.split(fused, [len(part) for _, part in rows])
     return {
         f"{name}.{suffix}": _rows(piece, count, part)
-        for (name, (count, part)), piece in zip(rows.items(), pieces, strict=True)
+        for name, piece, (count, part) in zip(names, pieces, rows, strict=True)
     }
 
 
@@ -143,11 +166,11 @@ def _whole(parameter: Tensor) -> Target:
 
 
 def _rows(parameter: Tensor, count: int, part: range) -> Target:
-    return Target((count, *parameter.shape[1:]), parameter, 0, None if len(part) == count else part)
+    return Target((count, *parameter.shape[1:]), parameter, 0, () if len(part) == count else (part,))
 
 
 def _columns(parameter: Tensor, count: int, part: range) -> Target:
-    return Target((parameter.shape[0], count), parameter, 1, None if len(part) == count else part)
+    return Target((parameter.shape[0], count), parameter, 1, () if len(part) == count else (part,))
 
 
 def _times(part: range, size: int) -> range:
@@ -197,13 +220,14 @@ def _load_file(file: Path, names: list[str], targets: dict[str, Target], advance
 
 
 def _read(tensors: Any, name: str, target: Target) -> Tensor:
-    """The rank's part of a tensor, or all of it; no more is read."""
-    if target.part is None:
+    """The rank's parts of a tensor, or all of it; no more is read."""
+    if not target.parts:
         whole: Tensor = tensors.get_tensor(name)
         return whole
-    wanted = slice(target.part.start, target.part.stop)
-    part: Tensor = tensors.get_slice(name)[wanted if target.dim == 0 else (slice(None), wanted)]
-    return part
+    stored = tensors.get_slice(name)
+    wanted = [slice(part.start, part.stop) for part in target.parts]
+    parts: list[Tensor] = [stored[part if target.dim == 0 else (slice(None), part)] for part in wanted]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=target.dim)
 
 
 def _check_tied(headers: dict[Path, dict[str, TensorEntry]], embedding: Target) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import FfnConfig, LayerConfig, ModelConfig
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 
@@ -26,9 +26,17 @@ def rank_model(config: ModelConfig, shard: Shard) -> ModelConfig:
         config,
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),
-        intermediate_size=len(shard.part(config.intermediate_size)),
+        layers=tuple(_rank_layer(layer, shard) for layer in config.layers),
         vocab_size=_vocab_share(config, shard),
     )
+
+
+def _rank_layer(layer: LayerConfig, shard: Shard) -> LayerConfig:
+    return dataclasses.replace(layer, ffn=_rank_ffn(layer.ffn, shard))
+
+
+def _rank_ffn(ffn: FfnConfig, shard: Shard) -> FfnConfig:
+    return dataclasses.replace(ffn, intermediate_size=len(shard.part(ffn.intermediate_size)))
 
 
 def vocab_part(config: ModelConfig, shard: Shard) -> range:
@@ -42,8 +50,9 @@ def _vocab_share(config: ModelConfig, shard: Shard) -> int:
 
 
 def _check_divisible(config: ModelConfig, size: int) -> None:
-    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
-    for name, count in (("num_attention_heads", heads), ("intermediate_size", inner)):
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    inner_sizes = dict.fromkeys(layer.ffn.intermediate_size for layer in config.layers)
+    for name, count in (("num_attention_heads", heads), *(("intermediate_size", inner) for inner in inner_sizes)):
         if count % size:
             raise ConfigError(f"tp is {size}, by which `{name}` of this model ({count}) cannot be divided")
     if kv_heads % size and size % kv_heads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.proto.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -86,10 +86,11 @@ class ModelShape:
 
 def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The sizes of a model whose `config.json` was read."""
+    attention, ffn = config.layers[0].attention, config.layers[0].ffn
     return ModelShape(
         name=name,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=ffn.intermediate_size,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -97,10 +98,10 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         vocab_size=config.vocab_size,
         max_positions=config.max_exact_len,
         tied_embeddings=config.tied_embeddings,
-        qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias,
-        mlp_bias=config.mlp_bias,
-        qk_norm=config.qk_norm,
+        qkv_bias=attention.qkv_bias,
+        o_bias=attention.o_bias,
+        mlp_bias=ffn.bias,
+        qk_norm=attention.qk_norm,
     )
 
 

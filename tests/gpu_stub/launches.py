@@ -27,7 +27,8 @@ import torch
 import triton
 
 from disagg.engine.batch_arrays import BatchBuilder
-from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
 from disagg.engine.runner.model.batch import to_batch
@@ -35,7 +36,7 @@ from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
 from disagg.engine.runner.model.parameters import allocate_parameters
-from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.rope import RopeTables
 from disagg.kernels import dispatch
 from disagg.kernels.triton import fp8_rows
 from tests.gpu_stub.driver import Launches, install
@@ -129,8 +130,8 @@ def launch_model(
     """A step of each kind, and KV out of the cache and back, whole and for a worker of two ranks."""
     config, cpu = model_config(name), torch.device("cpu")
     cache = KvCache(kv_layout(config, kv_dtype), num_blocks, BLOCK, cpu)
-    rope = RopeTable(config, MAX_LEN, torch.bfloat16, cpu)
-    decoder = Decoder(config, allocate_parameters(config, torch.bfloat16, cpu), rope, cache)
+    ropes = RopeTables(config, MAX_LEN, torch.bfloat16, cpu)
+    decoder = Decoder(config, allocate_parameters(config, torch.bfloat16, cpu), ropes, cache)
     builder = BatchBuilder(BLOCK, MAX_LEN)
     for label, plan in steps.items():
         batch = to_batch(builder.arrays(plan), decoder.attention)

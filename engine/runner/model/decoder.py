@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3 and what is built like them, one code with switches.
+"""The decoder: one class for all families, whose layers are made of the parts that `ModelConfig.layers` names.
 
 It computes one flat batch of tokens, writes their KV into the paged cache, and gives logits for the rows that sample.
 All tensor work goes through `disagg.kernels.dispatch`. Numerics follow transformers' modeling files: fp32 inside the
@@ -17,21 +17,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.batch import Batch
+from disagg.engine.runner.model.ffn import DenseFfn, Join
 from disagg.engine.runner.model.kv_cache import KvCache
-from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters, Weight
-from disagg.engine.runner.model.rope import RopeTable
+from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
+from disagg.engine.runner.model.rope import RopeTable, RopeTables
 from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE
 from disagg.kernels.attention import AttentionProvider, OwnKernels
 from disagg.kernels.dispatch import (
-    add_rms_norm,
     embed,
     linear,
-    linear_add_rms_norm,
-    linear_silu_mul,
     new_output,
     paged_decode_attention,
     qkv_rope_write,
@@ -52,7 +50,7 @@ class Decoder:
         self,
         config: ModelConfig,
         parameters: ModelParameters,
-        rope: RopeTable,
+        ropes: RopeTables,
         cache: KvCache,
         collective: Collective | None = None,
         attention: AttentionProvider | None = None,
@@ -74,13 +72,14 @@ class Decoder:
                 num_kv_heads=local.num_kv_heads,
                 head_dim=local.head_dim,
                 block_size=cache.block_size,
-                scale=local.head_dim**-0.5,
+                scale=local.layers[0].attention.scale,
             )
         )
         """Provider of the attention of prompts, for which batches are made."""
+        join = Join(config.rms_norm_eps, collective)
         self._layers = tuple(
-            _Layer(local, layer, rope, cache.layer(index), self.attention, collective)
-            for index, layer in enumerate(parameters.layers)
+            _Layer(local, layer, held, ropes.of(layer.attention.rope), cache.layer(index), self.attention, join)
+            for index, (layer, held) in enumerate(zip(local.layers, parameters.layers, strict=True))
         )
 
     @torch.inference_mode()
@@ -136,22 +135,21 @@ class _Layer:
     def __init__(
         self,
         config: ModelConfig,
+        layer: LayerConfig,
         parameters: LayerParameters,
         rope: RopeTable,
         cache: tuple[Tensor, Tensor],
         prompts: AttentionProvider,
-        collective: Collective | None,
+        join: Join,
     ) -> None:
-        """`config` is the rank's."""
+        """Both configurations are the rank's."""
         self._p = parameters
         self._prompts = prompts
-        self._collective = collective
+        self._join = join
+        self._ffn = DenseFfn(parameters.ffn, join)
         self._key_cache_NKBD, self._value_cache_NKBD = cache
-        self._eps = config.rms_norm_eps
-        self._rope_write = RopeWrite(
-            parameters.q_norm_D, parameters.k_norm_D, self._eps, rope.cos_PD, rope.sin_PD, *cache
-        )
-        self._form = AttentionForm(config.head_dim**-0.5)
+        self._rope_write = RopeWrite(parameters.q_norm_D, parameters.k_norm_D, config.rms_norm_eps, *rope, *cache)
+        self._form = AttentionForm(layer.attention.scale)
         self._attention_size = config.num_heads * config.head_dim
 
     def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
@@ -162,21 +160,11 @@ class _Layer:
         return self._attention(q_TND, batch).reshape(-1, self._attention_size)
 
     def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Output projection and MLP, each added to the residual stream; that stream's norm, and the stream."""
+        """Output projection and feed-forward network, each added to the residual stream; that stream's norm, and the
+        stream."""
         p = self._p
-        normed_TH, residual_TH = self._project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.post_norm_H)
-        activated_TI = linear_silu_mul(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
-        return self._project(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H)
-
-    def _project(
-        self, x_TI: Tensor, weight_HI: Weight, bias_H: Tensor | None, residual_TH: Tensor, norm_H: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Back to the residual stream: the norm of the sum, and the sum. All ranks have the bias; one adds it."""
-        collective = self._collective
-        if collective is None:
-            return linear_add_rms_norm(x_TI, weight_HI, bias_H, residual_TH, norm_H, self._eps)
-        total_TH = collective.all_reduce(linear(x_TI, weight_HI, bias_H if collective.shard.rank == 0 else None))
-        return add_rms_norm(total_TH, residual_TH, norm_H, self._eps)
+        normed_TH, residual_TH = self._join.project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.ffn_norm_H)
+        return self._ffn.transform(normed_TH, residual_TH, next_norm_H)
 
     def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
         keys, values, form = self._key_cache_NKBD, self._value_cache_NKBD, self._form

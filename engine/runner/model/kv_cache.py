@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import GatheredPart, HostStaging

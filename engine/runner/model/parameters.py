@@ -8,18 +8,32 @@ vocabulary, Q = (query heads + 2 * KV heads) * head dim, A = query heads * head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
 from disagg.engine.config import Quantization
 from disagg.kernels.dispatch import PackedWeight, pack_weight
 from disagg.proto.errors import ConfigError
 
 Weight = Tensor | PackedWeight
 """Weight of a linear layer, [out, in]; a tensor until it is packed."""
+
+
+@dataclass(slots=True)
+class DenseParameters:
+    """A feed-forward network, gate and up fused. Biases are None where there are none."""
+
+    gate_up_weight_2IH: Weight
+    gate_up_bias_2I: Tensor | None
+    down_weight_HI: Weight
+    down_bias_H: Tensor | None
+
+
+FfnParameters = DenseParameters
 
 
 @dataclass(slots=True)
@@ -34,11 +48,8 @@ class LayerParameters:
     k_norm_D: Tensor | None
     o_weight_HA: Weight
     o_bias_H: Tensor | None
-    post_norm_H: Tensor
-    gate_up_weight_2IH: Weight
-    gate_up_bias_2I: Tensor | None
-    down_weight_HI: Weight
-    down_bias_H: Tensor | None
+    ffn_norm_H: Tensor
+    ffn: FfnParameters
 
 
 @dataclass(slots=True)
@@ -60,33 +71,40 @@ def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.d
     embedding_VH = empty(config.vocab_size, config.hidden_size)
     return ModelParameters(
         embedding_VH=embedding_VH,
-        layers=tuple(_allocate_layer(config, dtype, device) for _ in range(config.num_layers)),
+        layers=tuple(_allocate_layer(config, layer, empty) for layer in config.layers),
         final_norm_H=empty(config.hidden_size),
         lm_head_VH=embedding_VH if config.tied_embeddings else empty(config.vocab_size, config.hidden_size),
     )
 
 
-def _allocate_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LayerParameters:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+_Empty = Callable[..., Tensor]
+"""Allocates a tensor of a shape, in the model's dtype."""
+
+
+def _allocate_layer(config: ModelConfig, layer: LayerConfig, empty: _Empty) -> LayerParameters:
+    hidden, head_dim, attention = config.hidden_size, config.head_dim, layer.attention
     attention_size = config.num_heads * head_dim
     qkv_size = attention_size + 2 * config.num_kv_heads * head_dim
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
     return LayerParameters(
         input_norm_H=empty(hidden),
         qkv_weight_QH=empty(qkv_size, hidden),
-        qkv_bias_Q=empty(qkv_size) if config.qkv_bias else None,
-        q_norm_D=empty(head_dim) if config.qk_norm else None,
-        k_norm_D=empty(head_dim) if config.qk_norm else None,
+        qkv_bias_Q=empty(qkv_size) if attention.qkv_bias else None,
+        q_norm_D=empty(head_dim) if attention.qk_norm else None,
+        k_norm_D=empty(head_dim) if attention.qk_norm else None,
         o_weight_HA=empty(hidden, attention_size),
-        o_bias_H=empty(hidden) if config.o_bias else None,
-        post_norm_H=empty(hidden),
+        o_bias_H=empty(hidden) if attention.o_bias else None,
+        ffn_norm_H=empty(hidden),
+        ffn=_allocate_dense(hidden, layer.ffn, empty),
+    )
+
+
+def _allocate_dense(hidden: int, ffn: DenseConfig, empty: _Empty) -> DenseParameters:
+    inner = ffn.intermediate_size
+    return DenseParameters(
         gate_up_weight_2IH=empty(2 * inner, hidden),
-        gate_up_bias_2I=empty(2 * inner) if config.mlp_bias else None,
+        gate_up_bias_2I=empty(2 * inner) if ffn.bias else None,
         down_weight_HI=empty(hidden, inner),
-        down_bias_H=empty(hidden) if config.mlp_bias else None,
+        down_bias_H=empty(hidden) if ffn.bias else None,
     )
 
 
@@ -108,8 +126,8 @@ def pack_parameters(parameters: ModelParameters, quantization: Quantization = "n
     for layer in parameters.layers:
         layer.qkv_weight_QH = packed(layer.qkv_weight_QH)
         layer.o_weight_HA = packed(layer.o_weight_HA)
-        layer.gate_up_weight_2IH = packed(layer.gate_up_weight_2IH)
-        layer.down_weight_HI = packed(layer.down_weight_HI)
+        layer.ffn.gate_up_weight_2IH = packed(layer.ffn.gate_up_weight_2IH)
+        layer.ffn.down_weight_HI = packed(layer.ffn.down_weight_HI)
     parameters.lm_head_VH = packed(parameters.lm_head_VH)
 
 

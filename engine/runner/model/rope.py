@@ -6,23 +6,38 @@ The table is made once, in fp32, and rounded to the model's dtype, as transforme
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig
+from disagg.engine.checkpoint.model_config import ModelConfig, RopeConfig
 
 
-class RopeTable:
-    """cos and sin of every position up to `max_len`, [max_len, head_dim], the second half equal to the first."""
+class RopeTable(NamedTuple):
+    """cos and sin of every position, [positions, head_dim], the second half equal to the first."""
+
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+
+class RopeTables:
+    """The tables of a model up to `max_len`, one for each rope that its layers have."""
 
     def __init__(self, config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        frequency_F = inverse_frequencies(config.rope, config.head_dim)
-        angle_PF = torch.arange(max_len, dtype=torch.float32)[:, None] * frequency_F
-        angle_PD = torch.cat((angle_PF, angle_PF), dim=-1)
-        factor = config.rope.attention_factor
-        self.cos_PD = (angle_PD.cos() * factor).to(device, dtype)
-        self.sin_PD = (angle_PD.sin() * factor).to(device, dtype)
+        ropes = dict.fromkeys(layer.attention.rope for layer in config.layers)
+        self._tables = {rope: _table(rope, config.head_dim, max_len, dtype, device) for rope in ropes}
+
+    def of(self, rope: RopeConfig) -> RopeTable:
+        """The table of a layer."""
+        return self._tables[rope]
+
+
+def _table(rope: RopeConfig, head_dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
+    angle_PF = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
+    angle_PD = torch.cat((angle_PF, angle_PF), dim=-1)
+    factor = rope.attention_factor
+    return RopeTable((angle_PD.cos() * factor).to(device, dtype), (angle_PD.sin() * factor).to(device, dtype))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from benchmarks.engine.process import Engine
 from benchmarks.engine.rig import EngineRig, LoopResult, LoopShape
 from benchmarks.engine.step_limit import Work, decode_works, limit_s, overlapped_limit_s, prefill_works
 from benchmarks.engine.steps import Decode, Kind, Measured, Repeat
-from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig
+from disagg.engine.checkpoint.model_config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig, RopeConfig
 from disagg.engine.config import WorkerConfig
 from disagg.kernels.cpu import build
 from disagg.loadtests.workload.traces import TraceRequest
@@ -24,20 +24,19 @@ from disagg.loadtests.workload.traces import TraceRequest
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
     hidden_size=8,
-    intermediate_size=16,
-    num_layers=2,
     num_heads=2,
     num_kv_heads=1,
     head_dim=4,
     vocab_size=32,
     max_positions=64,
-    sliding_window=None,
     rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
+    layers=(
+        LayerConfig(
+            attention=AttentionConfig(scale=0.5, rope=RopeConfig()),
+            ffn=DenseConfig(intermediate_size=16),
+        ),
+    )
+    * 2,
     tied_embeddings=True,
     eos_token_ids=(),
 )

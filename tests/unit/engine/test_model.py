@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.engine.batch_arrays import BatchBuilder
-from disagg.engine.checkpoint.checkpoint import RopeConfig
+from disagg.engine.checkpoint.model_config import RopeConfig
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model import batch as batch_module
 from disagg.engine.runner.model.batch import to_batch

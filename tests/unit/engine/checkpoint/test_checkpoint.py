@@ -15,7 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from disagg.engine.checkpoint import checkpoint
-from disagg.engine.checkpoint.checkpoint import ModelConfig, RopeConfig, model_fingerprint, read_model_config
+from disagg.engine.checkpoint.checkpoint import model_fingerprint, read_model_config
+from disagg.engine.checkpoint.model_config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig, RopeConfig
 from disagg.proto.errors import ConfigError
 
 LLAMA = {
@@ -41,6 +42,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3_ROPE = RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_max_positions=512)
 
 
@@ -55,20 +57,19 @@ def test_a_llama_config_in_full(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA) == ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=64,
-        intermediate_size=96,
-        num_layers=3,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
         vocab_size=320,
         max_positions=2048,
-        sliding_window=None,
+        layers=(
+            LayerConfig(
+                attention=AttentionConfig(scale=0.25, rope=RopeConfig(theta=500000.0)),
+                ffn=DenseConfig(intermediate_size=96),
+            ),
+        )
+        * 3,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=500000.0),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         tied_embeddings=False,
         eos_token_ids=(2,),
     )
@@ -86,8 +87,9 @@ def test_a_llama_config_in_full(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_families_have(tmp_path: Path, config: dict[str, Any], expected: tuple[bool, ...]) -> None:
-    model = read(tmp_path, config)
-    assert (model.qkv_bias, model.o_bias, model.mlp_bias, model.qk_norm) == expected
+    for layer in read(tmp_path, config).layers:
+        attention = layer.attention
+        assert (attention.qkv_bias, attention.o_bias, layer.ffn.bias, attention.qk_norm) == expected
 
 
 def test_defaults_of_the_families(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_defaults_of_the_families(tmp_path: Path) -> None:
     ],
 )
 def test_rope_in_both_forms(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
-    assert read(tmp_path, {**LLAMA, **changes}).rope == expected
+    assert {layer.attention.rope for layer in read(tmp_path, {**LLAMA, **changes}).layers} == {expected}
 
 
 def test_yarn_reaches_beyond_the_original_context(tmp_path: Path) -> None:
@@ -157,24 +159,27 @@ def test_yarn_reaches_beyond_the_original_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "window"),
+    ("config", "windows"),
     [
-        ({**LLAMA, "sliding_window": 100}, None),
-        ({**MISTRAL, "sliding_window": 100}, 100),
-        ({**MISTRAL, "sliding_window": None}, None),
-        (MISTRAL, 4096),
-        ({**QWEN2, "sliding_window": 100, "use_sliding_window": False}, None),
-        ({**QWEN2, "sliding_window": 100, "use_sliding_window": True}, None),
-        ({**QWEN2, "sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2}, 100),
-        ({**QWEN3, "sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0}, 100),
-        ({**QWEN3, "sliding_window": 100, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
-        ({**QWEN3, "sliding_window": 100, "use_sliding_window": True, "layer_types": ["sliding_attention"]}, 100),
+        (LLAMA, [None] * 3),
+        ({**MISTRAL, "sliding_window": 100}, [100] * 3),
+        ({**MISTRAL, "sliding_window": None}, [None] * 3),
+        (MISTRAL, [4096] * 3),
+        ({**QWEN2, "sliding_window": 100, "use_sliding_window": False}, [None] * 3),
+        ({**QWEN2, "sliding_window": 100, "use_sliding_window": True}, [None] * 3),
+        ({**QWEN2, "sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2}, [None, None, 100]),
+        ({**QWEN3, "sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0}, [100] * 3),
+        ({**QWEN3, "sliding_window": 100, "use_sliding_window": True, "layer_types": [FULL] * 3}, [None] * 3),
+        (
+            {**QWEN3, "sliding_window": 100, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]},
+            [100, None, 100],
+        ),
     ],
 )
-def test_sliding_windows(tmp_path: Path, config: dict[str, Any], window: int | None) -> None:
+def test_sliding_windows(tmp_path: Path, config: dict[str, Any], windows: list[int | None]) -> None:
     model = read(tmp_path, config)
-    assert model.sliding_window == window
-    assert model.max_exact_len == min(2048, window or 2048)
+    assert [layer.attention.window for layer in model.layers] == windows
+    assert model.windows == tuple({window for window in windows if window is not None})
 
 
 @pytest.mark.parametrize(

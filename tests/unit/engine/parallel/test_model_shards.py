@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import ModelConfig, read_model_config
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model.kv_cache import kv_layout
@@ -188,7 +189,7 @@ def test_ranks_divide_the_checkpoint(folders: dict[str, Path], kind: str, size: 
     assert all(rank.keys() == stored.keys() for rank in ranks)
     for name, tensor in stored.items():
         parts = [rank[name] for rank in ranks]
-        if parts[0].part is None:
+        if not parts[0].parts:
             assert all(torch.equal(part.parameter, tensor) for part in parts), name
             continue
         shared = size // config.num_kv_heads if "k_proj" in name or "v_proj" in name else 1

@@ -58,7 +58,7 @@ def test_fused_parameters_hold_q_k_v_and_gate_up_in_order(tmp_path: Path) -> Non
     assert torch.equal(plain(layer.qkv_weight_QH), torch.cat(qkv))
     assert layer.qkv_bias_Q is not None
     assert torch.equal(layer.qkv_bias_Q, torch.cat(bias))
-    assert torch.equal(plain(layer.gate_up_weight_2IH), torch.cat(gate_up))
+    assert torch.equal(plain(layer.ffn.gate_up_weight_2IH), torch.cat(gate_up))
 
 
 def test_shards_hold_the_same_as_one_file(tmp_path: Path) -> None:

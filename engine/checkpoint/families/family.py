@@ -1,0 +1,161 @@
+"""What is known of a family of models, and how the functions that read one begin and end.
+
+    sizes = read_sizes(fields)                   hidden size, heads, layers
+    layer = LayerConfig(...)                     what the family's layers do
+    return read_model(fields, sizes, (layer,) * sizes.num_layers, ...)
+
+Whoever calls them checks behind it that each field of config.json was read, or changes nothing (`refuse_unread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from disagg.engine.checkpoint.json_fields import JsonFields
+from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
+from disagg.proto.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """Names of the tensors of a layer, without `model.layers.N.` before and `.weight` or `.bias` behind. Which of them
+    a model has tells its `ModelConfig`."""
+
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three tensors, or one that holds them one below the other."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    ffn_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Two tensors, or one that holds them one below the other."""
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models that one function reads."""
+
+    architectures: tuple[str, ...]
+    """Names in `architectures` of config.json."""
+    model_types: tuple[str, ...]
+    """Names in `model_type`, where that is given."""
+    read: Callable[[JsonFields], ModelConfig]
+    names: TensorNames = TensorNames()
+
+
+class Sizes(NamedTuple):
+    """Sizes that all layers share."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def read_sizes(fields: JsonFields, *, needs_kv_heads: bool = False, head_dim: int | None = None) -> Sizes:
+    """The sizes, which must fit each other. Without `num_key_value_heads` there are as many as query heads, unless
+    `needs_kv_heads`; `head_dim` is the default of a family, else the hidden size over the heads."""
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", None if needs_kv_heads else num_heads)
+    if head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
+        raise fields.error(f"`hidden_size` ({hidden_size}) must be a multiple of `num_attention_heads` ({num_heads})")
+    head_dim = fields.integer("head_dim", head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"`num_attention_heads` ({num_heads}) must be a multiple of `num_key_value_heads` ({num_kv_heads})"
+        )
+    if head_dim % 2:
+        raise fields.error(f"the head size must be even for rotary embeddings, not {head_dim}")
+    return Sizes(hidden_size, fields.integer("num_hidden_layers"), num_heads, num_kv_heads, head_dim)
+
+
+def read_model(
+    fields: JsonFields, sizes: Sizes, layers: tuple[LayerConfig, ...], *, max_positions: int, **changes: Any
+) -> ModelConfig:
+    """The model of these layers; `changes` are fields of `ModelConfig` that are not those of most families."""
+    assert len(layers) == sizes.num_layers
+    values: dict[str, Any] = {
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tied_embeddings": fields.boolean("tie_word_embeddings", False),
+    }
+    return ModelConfig(
+        architecture="",
+        hidden_size=sizes.hidden_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=fields.integer("vocab_size"),
+        max_positions=max_positions,
+        layers=layers,
+        eos_token_ids=(),
+        **{**values, **changes},
+    )
+
+
+def check_silu(fields: JsonFields) -> None:
+    """Raises `ConfigError` for another activation than silu."""
+    if (activation := fields.value("hidden_act") or "silu") != "silu":
+        raise fields.error(f"`hidden_act` {activation!r} is not supported; supported is 'silu'")
+
+
+def layer_windows(
+    fields: JsonFields, num_layers: int, window: int | None, slides: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    """The window of each layer, where `layer_types` says which layers have one, or else `slides`.
+
+    Raises:
+        ConfigError: for a list of another length, or with another kind of layer.
+    """
+    kinds = fields.value("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            count = len(kinds) if isinstance(kinds, list) else repr(kinds)
+            raise fields.error(f"`layer_types` must have one kind for each of the {num_layers} layers, not {count}")
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise fields.error(
+                    f"`layer_types` has {kind!r}; supported are 'full_attention' and 'sliding_attention'"
+                )
+        slides = tuple(kind == "sliding_attention" for kind in kinds)
+    if any(slides) and window is None:
+        raise fields.error("`layer_types` has 'sliding_attention', but there is no window (`sliding_window`)")
+    return tuple(window if is_sliding else None for is_sliding in slides)
+
+
+INERT = frozenset(
+    {
+        *("architectures", "auto_map", "dtype", "model_type", "tokenizer_class", "torch_dtype", "torchscript"),
+        *("cache_implementation", "chunk_size_feed_forward", "return_dict", "use_cache"),
+        *("finetuning_task", "gradient_checkpointing", "initializer_factor", "initializer_range", "pretraining_tp"),
+        *("id2label", "label2id", "problem_type", "prefix", "task_specific_params"),
+        *("is_llama_config", "max_window_layers"),
+        *("diversity_penalty", "length_penalty", "max_length", "min_length", "num_beam_groups", "num_beams"),
+        *("num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p", "typical_p"),
+    }
+)
+"""Fields that change nothing of what a decoder computes: notes on training, on a library, or on sampling."""
+
+INERT_ENDS = ("_dropout", "_pdrop", "_token_id", "_token_index", "_version")
+INERT_BEGINNINGS = ("_", "unsloth", "transformers")
+
+
+def refuse_unread(fields: JsonFields, architecture: str) -> None:
+    """Raises `ConfigError` for a field that the family's function did not read and that may change what is computed."""
+    for name, value in fields.unread().items():
+        if name in INERT or name.endswith(INERT_ENDS) or name.startswith(INERT_BEGINNINGS):
+            continue
+        raise unknown_field(fields, name, value, architecture)
+
+
+def unknown_field(fields: JsonFields, name: str, value: object, architecture: str) -> ConfigError:
+    """The error for a field whose meaning is not known."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return fields.error(
+        f"`{name}` = {shown} is not known for {architecture}; if the model computes the same without it, remove it"
+    )

@@ -1,0 +1,50 @@
+"""All families, by the name of the architecture in config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from disagg.engine.checkpoint.families.family import Family, refuse_unread
+from disagg.engine.checkpoint.families.llama import LLAMA
+from disagg.engine.checkpoint.families.mistral import MISTRAL
+from disagg.engine.checkpoint.families.qwen import QWEN2, QWEN3
+from disagg.engine.checkpoint.json_fields import JsonFields
+from disagg.engine.checkpoint.model_config import ModelConfig
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
+
+
+def family_of(architecture: str) -> Family:
+    """The family of a supported architecture."""
+    return _BY_ARCHITECTURE[architecture]
+
+
+def read_family(fields: JsonFields) -> ModelConfig:
+    """The model of a config.json, but for its end tokens.
+
+    Raises:
+        ConfigError: naming the file, the field and its value, for what is not supported or contradicts itself.
+    """
+    architecture = _architecture(fields)
+    family = _BY_ARCHITECTURE[architecture]
+    model_type = fields.value("model_type")
+    if model_type is not None and model_type not in family.model_types:
+        raise fields.error(f"`model_type` {model_type!r} is not that of {architecture}, {family.model_types[0]!r}")
+    if fields.has("quantization_config"):
+        raise fields.error("quantized checkpoints (`quantization_config`) are not supported")
+    model = dataclasses.replace(family.read(fields), architecture=architecture)
+    refuse_unread(fields, architecture)
+    return model
+
+
+def _architecture(fields: JsonFields) -> str:
+    architectures = fields.value("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    for name in names:
+        if name in _BY_ARCHITECTURE:
+            return str(name)
+    found = ", ".join(map(str, names)) or "none"
+    raise fields.error(f"architecture {found} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
