@@ -32,7 +32,7 @@ from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
-from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, Ops, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, HeadSquares, Ops, Pointwise, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 from disagg.kernels.settings import triton_shapes
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PackedWeight",
+    "add",
     "add_rms_norm",
     "argmax_rows",
     "arithmetic",
@@ -55,8 +56,11 @@ __all__ = [
     "drop_packing_memory",
     "embed",
     "gather_kv",
+    "gelu_tanh_mul",
+    "head_squares",
     "linear",
     "linear_add_rms_norm",
+    "linear_gelu_tanh_mul",
     "linear_silu_mul",
     "new_output",
     "pack_weight",
@@ -65,6 +69,7 @@ __all__ = [
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_prefills",
+    "pointwise",
     "qkv_rope_write",
     "restored_weight",
     "rms_norm",
@@ -331,19 +336,36 @@ def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
     return _first(_ops(x_TH).take_rows, reference.take_rows, x_TH, rows_R)
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dim, times the weight; [T, H] or [T, heads, D]."""
-    return _first(_ops(x_TH).rms_norm, reference.rms_norm, x_TH, weight_H, eps)
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """Root mean square norm over the last dim, times the weight, or one more than it; [T, H] or [T, heads, D]."""
+    return _first(_ops(x_TH).rms_norm, reference.rms_norm, x_TH, weight_H, eps, plus_one)
 
 
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
-    return _first(_ops(x_TH).add_rms_norm, reference.add_rms_norm, x_TH, residual_TH, weight_H, eps)
+    return _first(_ops(x_TH).add_rms_norm, reference.add_rms_norm, x_TH, residual_TH, weight_H, eps, plus_one)
+
+
+def add(x_TH: Tensor, y_TH: Tensor) -> Tensor:
+    """x + y, [T, H]."""
+    return _first(_ops(x_TH).add, reference.add, x_TH, y_TH)
+
+
+def pointwise(x_TH: Tensor, function: Pointwise, number: float) -> Tensor:
+    """A function of each value and a number, [T, H]: in fp32, rounded once."""
+    return _first(_ops(x_TH).pointwise, reference.pointwise, x_TH, function, number)
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up, [T, F]; gate is the first half."""
     return _first(_ops(gate_up_T2F).silu_mul, reference.silu_mul, gate_up_T2F)
+
+
+def gelu_tanh_mul(gate_up_T2F: Tensor) -> Tensor:
+    """gelu(gate) * up with the approximation by tanh, [T, F]; gate is the first half."""
+    return _first(_ops(gate_up_T2F).gelu_tanh_mul, reference.gelu_tanh_mul, gate_up_T2F)
 
 
 def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:
@@ -358,9 +380,21 @@ def draw_unfiltered(logits_RV: Tensor, vocab_size: int, temperatures_R: Tensor, 
     return _first(_ops(logits_RV).draw_unfiltered, reference.draw_unfiltered, *args)
 
 
-def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
+def qkv_rope_write(
+    qkv_TQ: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    layer: RopeWrite,
+    squares: HeadSquares | None = None,
+) -> Tensor:
     """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
-    return _first(_ops(qkv_TQ).qkv_rope_write, reference.qkv_rope_write, qkv_TQ, positions_T, slot_mapping_T, layer)
+    args = (qkv_TQ, positions_T, slot_mapping_T, layer, squares)
+    return _first(_ops(qkv_TQ).qkv_rope_write, reference.qkv_rope_write, *args)
+
+
+def head_squares(qkv_TQ: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Sums of squares of all heads of q, and of all heads of k, fp32 [T, 2]."""
+    return _first(_ops(qkv_TQ).head_squares, reference.head_squares, qkv_TQ, num_kv_heads, head_dim)
 
 
 def paged_decode_attention(
@@ -432,6 +466,13 @@ def linear_silu_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tens
     return silu_mul(linear(x_TI, weight_OI, bias_O))
 
 
+def linear_gelu_tanh_mul(x_TI: Tensor, weight_OI: Tensor | PackedWeight, bias_O: Tensor | None) -> Tensor:
+    """`gelu_tanh_mul` of `linear`, [T, O / 2]."""
+    if isinstance(weight_OI, NativeWeight):
+        return weight_OI.gemm_gelu_tanh_mul(x_TI, bias_O)
+    return gelu_tanh_mul(linear(x_TI, weight_OI, bias_O))
+
+
 def linear_add_rms_norm(
     x_TI: Tensor,
     weight_OI: Tensor | PackedWeight,
@@ -439,9 +480,10 @@ def linear_add_rms_norm(
     residual_TO: Tensor,
     norm_O: Tensor,
     eps: float,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Project x with `weight_OI`, add the result to `residual_TO` and normalize; (normalized [T, O], sum [T, O]), as
     `add_rms_norm`. A `NativeWeight` does it in one call."""
     if isinstance(weight_OI, NativeWeight):
-        return weight_OI.gemm_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps)
-    return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps)
+        return weight_OI.gemm_add_rms_norm(x_TI, bias_O, residual_TO, norm_O, eps, plus_one)
+    return add_rms_norm(linear(x_TI, weight_OI, bias_O), residual_TO, norm_O, eps, plus_one)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -96,18 +96,43 @@ class PlannedPrefills:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeWrite:
-    """Arguments of `qkv_rope_write` that are fixed for each layer."""
+    """Arguments of `qkv_rope_write` that are fixed for each layer. R is the number of dims of a head that are rotated,
+    the first ones."""
 
     q_norm_D: Tensor | None
-    """Weight of the norm of each head of q; None without such a norm."""
+    """Weight of the norm of each head of q, or [N * D] of the norm of all heads at once; None without a norm."""
     k_norm_D: Tensor | None
     eps: float
     """Epsilon of the norms of q and k."""
-    cos_PD: Tensor
-    """Cosines, one row for each position."""
-    sin_PD: Tensor
+    cos_PR: Tensor
+    """Cosines, one row for each position; R may be 0."""
+    sin_PR: Tensor
     key_cache_NKBD: Tensor
     value_cache_NKBD: Tensor
+    plus_one: bool = False
+    """The norms are those of `rms_norm` with `plus_one`."""
+    query_scale_P: Tensor | None = None
+    """Factor of the rotated q at each position, in its dtype; None for one."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all heads of q, and all of k, have one norm."""
+        return self.q_norm_D is not None and self.q_norm_D.shape[0] != self.key_cache_NKBD.shape[3]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSquares:
+    """Sums for the norms of all heads at once, where a rank has a part of them."""
+
+    sums_T2: Tensor
+    """Sums of squares of all of q and all of k, fp32."""
+    q_size: int
+    """Number of values in each sum."""
+    k_size: int
+
+
+Pointwise = Literal["multiply", "divide", "soft_cap"]
+"""Function of each value and one number: x * number, x / number, number * tanh(x / number)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,18 +169,30 @@ class Ops(Protocol):
         """Rows of a matrix by their indices, [R, H]."""
         ...
 
-    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float, /) -> Tensor | None:
-        """Root mean square norm over the last dim, times the weight; [T, H] or [T, heads, D]."""
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False, /) -> Tensor | None:
+        """Root mean square norm over the last dim, times the weight, or one more than it; [T, H] or [T, heads, D]."""
         ...
 
     def add_rms_norm(
-        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, /
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False, /
     ) -> tuple[Tensor, Tensor] | None:
         """(rms_norm(x + residual), x + residual)."""
         ...
 
+    def add(self, x_TH: Tensor, y_TH: Tensor, /) -> Tensor | None:
+        """x + y, [T, H]."""
+        ...
+
+    def pointwise(self, x_TH: Tensor, function: Pointwise, number: float, /) -> Tensor | None:
+        """A function of each value, [T, H]."""
+        ...
+
     def silu_mul(self, gate_up_T2F: Tensor, /) -> Tensor | None:
         """silu(gate) * up, [T, F]; gate is the first half."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up_T2F: Tensor, /) -> Tensor | None:
+        """gelu(gate) * up with the approximation by tanh, [T, F]; gate is the first half."""
         ...
 
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int, /) -> Tensor | None:
@@ -169,9 +206,19 @@ class Ops(Protocol):
         ...
 
     def qkv_rope_write(
-        self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite, /
+        self,
+        qkv_TQ: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        layer: RopeWrite,
+        squares: HeadSquares | None = None,
+        /,
     ) -> Tensor | None:
         """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
+        ...
+
+    def head_squares(self, qkv_TQ: Tensor, num_kv_heads: int, head_dim: int, /) -> Tensor | None:
+        """Sums of squares of all heads of q, and of all heads of k, fp32 [T, 2]."""
         ...
 
     def paged_decode_attention(

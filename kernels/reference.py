@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.kernels import weights
-from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, HeadSquares, Pointwise, PrefillChunk, Prefills, RopeWrite
 
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
@@ -33,20 +33,45 @@ def take_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
     return x_TH[rows_R]
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dim (any leading dims), then times the weight.
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """Root mean square norm over the last dim (any leading dims), then times the weight, or one more than the weight.
 
     Numerics of transformers' `LlamaRMSNorm`: fp32 inside, cast back to the input dtype, then multiplied by the weight.
+    With `plus_one` those of `GemmaRMSNorm`: fp32 inside, the product with the weight included, then cast.
     """
     x = x_TH.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return weight_H * x.to(x_TH.dtype)
+    return _normed(x, x.square().mean(-1, keepdim=True), weight_H, eps, plus_one, x_TH.dtype)
 
 
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normed(x: Tensor, mean_squares: Tensor, weight: Tensor, eps: float, plus_one: bool, dtype: torch.dtype) -> Tensor:
+    """`rms_norm` of an fp32 tensor, given its mean squares."""
+    x = x * torch.rsqrt(mean_squares + eps)
+    return (x * (1.0 + weight.float())).to(dtype) if plus_one else weight * x.to(dtype)
+
+
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to the input dtype. Inputs stay as they are."""
     residual = x_TH + residual_TH
-    return rms_norm(residual, weight_H, eps), residual
+    return rms_norm(residual, weight_H, eps, plus_one), residual
+
+
+def add(x_TH: Tensor, y_TH: Tensor) -> Tensor:
+    """x + y, [T, H]."""
+    return x_TH + y_TH
+
+
+def pointwise(x_TH: Tensor, function: Pointwise, number: float) -> Tensor:
+    """A function of each value and a number, [T, H]: in fp32, rounded once."""
+    x = x_TH.float()
+    if function == "multiply":
+        x = x * number
+    elif function == "divide":
+        x = x / number
+    else:
+        x = torch.tanh(x / number) * number
+    return x.to(x_TH.dtype)
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -54,17 +79,30 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def apply_rope(q_TND: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding, Llama's half rotation: pairs are (i, i + D/2). cos and sin repeat their first half."""
-    cos = cos_TD.unsqueeze(1)
-    sin = sin_TD.unsqueeze(1)
-    return q_TND * cos + _rotate_half(q_TND) * sin, k_TKD * cos + _rotate_half(k_TKD) * sin
+def apply_rope(q_TND: Tensor, k_TKD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of the first R dims of each head, Llama's half rotation: pairs are (i, i + R/2). cos
+    and sin repeat their first half."""
+    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    return _rotated(q_TND, cos, sin), _rotated(k_TKD, cos, sin)
+
+
+def _rotated(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    size = cos_T1R.shape[-1]
+    turned = x_TND[..., :size]
+    turned = turned * cos_T1R + _rotate_half(turned) * sin_T1R
+    return turned if size == x_TND.shape[-1] else torch.cat((turned, x_TND[..., size:]), dim=-1)
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up, where gate is the first half of the last dim."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_mul(gate_up_T2F: Tensor) -> Tensor:
+    """gelu(gate) * up, where gate is the first half of the last dim and gelu the approximation by tanh."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -102,23 +140,50 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def qkv_rope_write(qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite) -> Tensor:
+def qkv_rope_write(
+    qkv_TQ: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    layer: RopeWrite,
+    squares: HeadSquares | None = None,
+) -> Tensor:
     """All that is between the QKV GEMM and attention. Returns the rotated q, contiguous [T, N, D].
 
-    A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is normed.
-    Both are rotated by the row of the tables [max positions, D] at the token's position (int64); then K and V are
-    written as by `kv_write`.
+    A row of `qkv_TQ` holds the heads of q, then of k, then of v. Where norms are given, each head of q and k is normed,
+    or all heads of q, and all of k, at once: by `squares`, where a rank has a part of the heads. Both are rotated by
+    the row of the tables [max positions, R] at the token's position (int64); then K and V are written as by `kv_write`.
     """
     _, K, _, D = layer.key_cache_NKBD.shape
     T, N = qkv_TQ.shape[0], qkv_TQ.shape[1] // D - 2 * K
     q_TND, k_TKD, v_TKD = torch.split(qkv_TQ.reshape(T, N + 2 * K, D), [N, K, K], dim=1)
-    if layer.q_norm_D is not None:
-        q_TND = rms_norm(q_TND, layer.q_norm_D, layer.eps)
-    if layer.k_norm_D is not None:
-        k_TKD = rms_norm(k_TKD, layer.k_norm_D, layer.eps)
-    q_TND, k_TKD = apply_rope(q_TND, k_TKD, layer.cos_PD[positions_T], layer.sin_PD[positions_T])
+    if layer.is_whole:
+        sums_T2 = head_squares(qkv_TQ, K, D) if squares is None else squares.sums_T2
+        sizes = (N * D, K * D) if squares is None else (squares.q_size, squares.k_size)
+        q_TND = _normed_whole(q_TND, sums_T2[:, 0] / sizes[0], layer.q_norm_D, layer)
+        k_TKD = _normed_whole(k_TKD, sums_T2[:, 1] / sizes[1], layer.k_norm_D, layer)
+    else:
+        if layer.q_norm_D is not None:
+            q_TND = rms_norm(q_TND, layer.q_norm_D, layer.eps, layer.plus_one)
+        if layer.k_norm_D is not None:
+            k_TKD = rms_norm(k_TKD, layer.k_norm_D, layer.eps, layer.plus_one)
+    q_TND, k_TKD = apply_rope(q_TND, k_TKD, layer.cos_PR[positions_T], layer.sin_PR[positions_T])
+    if layer.query_scale_P is not None:
+        q_TND = q_TND * layer.query_scale_P[positions_T][:, None, None]
     kv_write(k_TKD, v_TKD, layer.key_cache_NKBD, layer.value_cache_NKBD, slot_mapping_T)
     return q_TND.contiguous()
+
+
+def _normed_whole(heads_TND: Tensor, means_T: Tensor, weight_A: Tensor | None, layer: RopeWrite) -> Tensor:
+    assert weight_A is not None, "both are normed at once"
+    weight_ND = weight_A.view(heads_TND.shape[1:])
+    return _normed(heads_TND.float(), means_T[:, None, None], weight_ND, layer.eps, layer.plus_one, heads_TND.dtype)
+
+
+def head_squares(qkv_TQ: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Sums of squares of all heads of q, and of all heads of k, fp32 [T, 2]."""
+    kv_size = num_kv_heads * head_dim
+    q_TA, k_TE, _ = torch.split(qkv_TQ.float(), [qkv_TQ.shape[1] - 2 * kv_size, kv_size, kv_size], dim=1)
+    return torch.stack((q_TA.square().sum(1), k_TE.square().sum(1)), dim=1)
 
 
 def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:

@@ -1,5 +1,5 @@
 // The small ops between the GEMMs, each in one pass and one call: rows of the embedding, RMS norm (with the residual
-// sum), silu(gate) * up, arg-max, a draw. They round where the torch references round between two ops, so that bf16 results agree.
+// sum), silu(gate) * up, gelu(gate) * up, sums, functions of a number, arg-max, a draw. They round where the torch references round between two ops, so that bf16 results agree.
 // Threads take rows where there is enough to do. Strides in elements, the last dim contiguous, outputs contiguous.
 
 #include "elementwise.h"
@@ -26,10 +26,17 @@ void for_rows(int64_t num_rows, int64_t size, Body body) {
 
 inline int lanes_left(int64_t size, int64_t at) { return size - at < LANES ? static_cast<int>(size - at) : LANES; }
 
-// out = weight * rounded(x / rms(x)), where the sum of the squares is given.
+// out = weight * rounded(x / rms(x)), or (1 + weight) * (x / rms(x)), where the sum of the squares is given.
 template <class T>
-void scale_row(const T* x, const T* weight, T* out, int64_t size, vf squares, float eps) {
+void scale_row(const T* x, const T* weight, T* out, int64_t size, vf squares, float eps, bool plus_one) {
     const float inverse = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
+    if (plus_one) {
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int n = lanes_left(size, i);
+            store(out + i, load(x + i, n) * inverse * (1.0f + load(weight + i, n)), n);
+        }
+        return;
+    }
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = lanes_left(size, i);
         store(out + i, rounded<T>(load(x + i, n) * inverse) * load(weight + i, n), n);
@@ -37,17 +44,18 @@ void scale_row(const T* x, const T* weight, T* out, int64_t size, vf squares, fl
 }
 
 template <class T>
-void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, bool plus_one) {
     vf squares = splat(0.0f);
     for (int64_t i = 0; i < size; i += LANES) {
         const vf part = load(x + i, lanes_left(size, i));
         squares = fma(part, part, squares);
     }
-    scale_row(x, weight, out, size, squares, eps);
+    scale_row(x, weight, out, size, squares, eps, plus_one);
 }
 
 template <class T>
-void add_rms_norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t size, float eps) {
+void add_rms_norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t size, float eps,
+                      bool plus_one) {
     vf squares = splat(0.0f);
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = lanes_left(size, i);
@@ -55,7 +63,7 @@ void add_rms_norm_row(const T* x, const T* residual, const T* weight, T* out, T*
         store(total + i, part, n);
         squares = fma(part, part, squares);
     }
-    scale_row(total, weight, out, size, squares, eps);
+    scale_row(total, weight, out, size, squares, eps, plus_one);
 }
 
 template <class T>
@@ -65,6 +73,52 @@ void silu_mul_row(const T* gate, const T* up, T* out, int64_t size) {
         const vf x = load(gate + i, n);
         store(out + i, rounded<T>(x / (1.0f + exp(-x))) * load(up + i, n), n);
     }
+}
+
+// gelu(x) by the approximation 0.5 x (1 + tanh(u)), which is x / (1 + exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline vf gelu_tanh(vf x) {
+    const vf u = (x + x * x * x * 0.044715f) * 0.79788456080286536f;
+    return x / (1.0f + exp(u * -2.0f));
+}
+
+template <class T>
+void gelu_tanh_mul_row(const T* gate, const T* up, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = lanes_left(size, i);
+        store(out + i, rounded<T>(gelu_tanh(load(gate + i, n))) * load(up + i, n), n);
+    }
+}
+
+enum class Pointwise : int32_t { MULTIPLY, DIVIDE, SOFT_CAP };
+
+template <class T>
+void pointwise_row(const T* x, T* out, int64_t size, Pointwise function, float number) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = lanes_left(size, i);
+        const vf part = load(x + i, n);
+        vf result = part * number;
+        if (function == Pointwise::DIVIDE) result = part / splat(number);
+        if (function == Pointwise::SOFT_CAP) result = tanh(part / splat(number)) * number;
+        store(out + i, result, n);
+    }
+}
+
+template <class T>
+void add_row(const T* x, const T* y, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = lanes_left(size, i);
+        store(out + i, load(x + i, n) + load(y + i, n), n);
+    }
+}
+
+template <class T>
+float sum_of_squares(const T* x, int64_t size) {
+    vf squares = splat(0.0f);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vf part = load(x + i, lanes_left(size, i));
+        squares = fma(part, part, squares);
+    }
+    return sum(squares);
 }
 
 // The first index of the largest number; -1 where that is infinite or some are NaN. Each lane of each chain keeps its own.
@@ -156,6 +210,7 @@ struct RmsNorm {
     void* out;
     int64_t num_tokens, num_heads, size;
     float eps;
+    int32_t plus_one;
 };
 
 template <class T>
@@ -164,7 +219,7 @@ void rms_norm(const RmsNorm& args) {
     const auto* weight = static_cast<const T*>(args.weight);
     for_rows(args.num_tokens * args.num_heads, args.size, [&](int64_t row) {
         const int64_t at = row / args.num_heads * args.stride_token + row % args.num_heads * args.stride_head;
-        rms_norm_row(x + at, weight, static_cast<T*>(args.out) + row * args.size, args.size, args.eps);
+        rms_norm_row(x + at, weight, static_cast<T*>(args.out) + row * args.size, args.size, args.eps, args.plus_one);
     });
 }
 
@@ -178,16 +233,17 @@ struct AddRmsNorm {
     void *out, *new_residual;
     int64_t num_tokens, size;
     float eps;
+    int32_t plus_one;
 };
 
 template <class T>
 void add_rms_norm(const AddRmsNorm& args) {
     add_rms_norm_rows(static_cast<const T*>(args.x), args.x_stride, static_cast<const T*>(args.residual), args.residual_stride,
                       static_cast<const T*>(args.weight), static_cast<T*>(args.out), static_cast<T*>(args.new_residual),
-                      args.num_tokens, args.size, args.eps);
+                      args.num_tokens, args.size, args.eps, args.plus_one);
 }
 
-struct SiluMul {
+struct Activation {
     int32_t is_bf16;
     const void* gate_up;
     int64_t stride;
@@ -196,8 +252,66 @@ struct SiluMul {
 };
 
 template <class T>
-void silu_mul(const SiluMul& args) {
+void silu_mul(const Activation& args) {
     silu_mul_rows(static_cast<const T*>(args.gate_up), args.stride, static_cast<T*>(args.out), args.num_tokens, args.size);
+}
+
+template <class T>
+void gelu_tanh_mul(const Activation& args) {
+    gelu_tanh_mul_rows(static_cast<const T*>(args.gate_up), args.stride, static_cast<T*>(args.out), args.num_tokens, args.size);
+}
+
+struct Add {
+    int32_t is_bf16;
+    const void* x;
+    int64_t x_stride;
+    const void* y;
+    int64_t y_stride;
+    void* out;
+    int64_t num_tokens, size;
+};
+
+template <class T>
+void add(const Add& args) {
+    const auto *x = static_cast<const T*>(args.x), *y = static_cast<const T*>(args.y);
+    for_rows(args.num_tokens, args.size, [&](int64_t t) {
+        add_row(x + t * args.x_stride, y + t * args.y_stride, static_cast<T*>(args.out) + t * args.size, args.size);
+    });
+}
+
+struct PointwiseOfRows {
+    int32_t is_bf16;
+    const void* x;
+    int64_t stride;
+    void* out;
+    int64_t num_tokens, size;
+    Pointwise function;
+    float number;
+};
+
+template <class T>
+void pointwise(const PointwiseOfRows& args) {
+    const auto* x = static_cast<const T*>(args.x);
+    for_rows(args.num_tokens, args.size, [&](int64_t t) {
+        pointwise_row(x + t * args.stride, static_cast<T*>(args.out) + t * args.size, args.size, args.function, args.number);
+    });
+}
+
+struct HeadSquares {
+    int32_t is_bf16;
+    const void* qkv;
+    int64_t stride, num_tokens, q_size, k_size;
+    float* out;
+};
+
+template <class T>
+void head_squares(const HeadSquares& args) {
+    const auto* qkv = static_cast<const T*>(args.qkv);
+    for_rows(args.num_tokens, args.q_size + args.k_size, [&](int64_t t) {
+        const T* row = qkv + t * args.stride;
+        args.out[2 * t] = sum_of_squares(row, args.q_size);
+        args.out[2 * t + 1] = sum_of_squares(row + args.q_size, args.k_size);
+    });
 }
 
 struct Embed {
@@ -250,16 +364,26 @@ template void silu_mul_rows(const bf16*, int64_t, bf16*, int64_t, int64_t);
 template void silu_mul_rows(const float*, int64_t, float*, int64_t, int64_t);
 
 template <class T>
-void add_rms_norm_rows(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
-                       T* new_residual, int64_t num_tokens, int64_t size, float eps) {
+void gelu_tanh_mul_rows(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size) {
     for_rows(num_tokens, size, [&](int64_t t) {
-        add_rms_norm_row(x + t * x_stride, residual + t * residual_stride, weight, out + t * size, new_residual + t * size,
-                         size, eps);
+        gelu_tanh_mul_row(gate_up + t * stride, gate_up + t * stride + size, out + t * size, size);
     });
 }
-template void add_rms_norm_rows(const bf16*, int64_t, const bf16*, int64_t, const bf16*, bf16*, bf16*, int64_t, int64_t, float);
+template void gelu_tanh_mul_rows(const bf16*, int64_t, bf16*, int64_t, int64_t);
+template void gelu_tanh_mul_rows(const float*, int64_t, float*, int64_t, int64_t);
+
+template <class T>
+void add_rms_norm_rows(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
+                       T* new_residual, int64_t num_tokens, int64_t size, float eps, bool plus_one) {
+    for_rows(num_tokens, size, [&](int64_t t) {
+        add_rms_norm_row(x + t * x_stride, residual + t * residual_stride, weight, out + t * size, new_residual + t * size,
+                         size, eps, plus_one);
+    });
+}
+template void add_rms_norm_rows(const bf16*, int64_t, const bf16*, int64_t, const bf16*, bf16*, bf16*, int64_t, int64_t, float,
+                                bool);
 template void add_rms_norm_rows(const float*, int64_t, const float*, int64_t, const float*, float*, float*, int64_t, int64_t,
-                                float);
+                                float, bool);
 
 }  // namespace disagg
 
@@ -280,8 +404,32 @@ int64_t disagg_add_rms_norm(const void* p) {
 }
 
 int64_t disagg_silu_mul(const void* p) {
-    const auto& args = args_as<SiluMul>(p);
+    const auto& args = args_as<Activation>(p);
     args.is_bf16 ? silu_mul<bf16>(args) : silu_mul<float>(args);
+    return DONE;
+}
+
+int64_t disagg_gelu_tanh_mul(const void* p) {
+    const auto& args = args_as<Activation>(p);
+    args.is_bf16 ? gelu_tanh_mul<bf16>(args) : gelu_tanh_mul<float>(args);
+    return DONE;
+}
+
+int64_t disagg_add(const void* p) {
+    const auto& args = args_as<Add>(p);
+    args.is_bf16 ? add<bf16>(args) : add<float>(args);
+    return DONE;
+}
+
+int64_t disagg_pointwise(const void* p) {
+    const auto& args = args_as<PointwiseOfRows>(p);
+    args.is_bf16 ? pointwise<bf16>(args) : pointwise<float>(args);
+    return DONE;
+}
+
+int64_t disagg_head_squares(const void* p) {
+    const auto& args = args_as<HeadSquares>(p);
+    args.is_bf16 ? head_squares<bf16>(args) : head_squares<float>(args);
     return DONE;
 }
 

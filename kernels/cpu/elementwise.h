@@ -10,9 +10,13 @@ namespace disagg {
 template <class T>
 void silu_mul_rows(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size);
 
-// new_residual = x + residual; out = its RMS norm times the weight. `new_residual` may be `x`.
+// out[t] = gelu(gate) * up, with the approximation by tanh; rows as above.
+template <class T>
+void gelu_tanh_mul_rows(const T* gate_up, int64_t stride, T* out, int64_t num_tokens, int64_t size);
+
+// new_residual = x + residual; out = its RMS norm times the weight, or one more than it. `new_residual` may be `x`.
 template <class T>
 void add_rms_norm_rows(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride, const T* weight, T* out,
-                       T* new_residual, int64_t num_tokens, int64_t size, float eps);
+                       T* new_residual, int64_t num_tokens, int64_t size, float eps, bool plus_one);
 
 }  // namespace disagg

@@ -107,7 +107,7 @@ void with_type(const Linear& args, Body body) {
     args.weights == Weights::FP32 ? body(static_cast<float*>(nullptr)) : body(static_cast<bf16*>(nullptr));
 }
 
-struct LinearSiluMul {
+struct LinearActivation {
     Linear product;
     void* out;
 };
@@ -118,6 +118,7 @@ struct LinearAddRmsNorm {
     int64_t residual_stride;
     const void* norm;
     float eps;
+    int32_t plus_one;
     void* out;
 };
 
@@ -160,13 +161,26 @@ int64_t disagg_linear(const void* args) {
 
 // out = silu(gate) * up of the GEMM's output, which is left in product.out.
 int64_t disagg_linear_silu_mul(const void* p) {
-    const auto& args = disagg::args_as<disagg::LinearSiluMul>(p);
+    const auto& args = disagg::args_as<disagg::LinearActivation>(p);
     const disagg::Linear& product = args.product;
     disagg::linear(product);
     disagg::with_type(product, [&](auto* type) {
         using T = decltype(type);
         disagg::silu_mul_rows(static_cast<T>(product.out), product.num_columns, static_cast<T>(args.out), product.num_rows,
                               product.num_columns / 2);
+    });
+    return disagg::DONE;
+}
+
+// out = gelu(gate) * up of the GEMM's output, which is left in product.out.
+int64_t disagg_linear_gelu_tanh_mul(const void* p) {
+    const auto& args = disagg::args_as<disagg::LinearActivation>(p);
+    const disagg::Linear& product = args.product;
+    disagg::linear(product);
+    disagg::with_type(product, [&](auto* type) {
+        using T = decltype(type);
+        disagg::gelu_tanh_mul_rows(static_cast<T>(product.out), product.num_columns, static_cast<T>(args.out), product.num_rows,
+                                   product.num_columns / 2);
     });
     return disagg::DONE;
 }
@@ -180,7 +194,7 @@ int64_t disagg_linear_add_rms_norm(const void* p) {
         using T = decltype(type);
         disagg::add_rms_norm_rows(static_cast<T>(product.out), product.num_columns, static_cast<const std::remove_pointer_t<T>*>(args.residual),
                                   args.residual_stride, static_cast<const std::remove_pointer_t<T>*>(args.norm), static_cast<T>(args.out),
-                                  static_cast<T>(product.out), product.num_rows, product.num_columns, args.eps);
+                                  static_cast<T>(product.out), product.num_rows, product.num_columns, args.eps, args.plus_one);
     });
     return disagg::DONE;
 }

@@ -40,7 +40,8 @@ class NativeLinear:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.linear = Kernel(library, "disagg_linear", _PRODUCT)
         self.linear_silu_mul = Kernel(library, "disagg_linear_silu_mul", f"{_PRODUCT}P")
-        self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{_PRODUCT}PqPfP")
+        self.linear_gelu_tanh_mul = Kernel(library, "disagg_linear_gelu_tanh_mul", f"{_PRODUCT}P")
+        self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{_PRODUCT}PqPfiP")
         int8_pairs, arithmetic = library["disagg_int8_pairs"], library["disagg_arithmetic"]
         int8_pairs.restype, int8_pairs.argtypes = ctypes.c_int64, []
         arithmetic.restype, arithmetic.argtypes = ctypes.c_char_p, [ctypes.c_int64]
@@ -145,16 +146,29 @@ class NativeWeight(PackedWeight):
 
     def gemm_silu_mul(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """silu(gate) * up, [T, O / 2], of the GEMM; gate is its first half."""
+        return self._gemm_activation(self.functions.linear_silu_mul, x_TI, bias_O)
+
+    def gemm_gelu_tanh_mul(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """gelu(gate) * up with the approximation by tanh, [T, O / 2], of the GEMM; gate is its first half."""
+        return self._gemm_activation(self.functions.linear_gelu_tanh_mul, x_TI, bias_O)
+
+    def _gemm_activation(self, function: Kernel, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} columns are not gate and up")
         self._check(x_TI, bias_O)
         product_TO = new_output((x_TI.shape[0], self.out_features), self.dtype)
         out_TF = new_output((x_TI.shape[0], self.out_features // 2), self.dtype)
-        self.functions.linear_silu_mul(*self._operands(x_TI, bias_O, product_TO), out_TF.data_ptr())
+        function(*self._operands(x_TI, bias_O, product_TO), out_TF.data_ptr())
         return out_TF
 
     def gemm_add_rms_norm(
-        self, x_TI: Tensor, bias_O: Tensor | None, residual_TO: Tensor, norm_O: Tensor, eps: float
+        self,
+        x_TI: Tensor,
+        bias_O: Tensor | None,
+        residual_TO: Tensor,
+        norm_O: Tensor,
+        eps: float,
+        plus_one: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Compute (rms_norm(y + residual), y + residual) for the y of the GEMM, rounded where the separate ops
         round."""
@@ -167,7 +181,7 @@ class NativeWeight(PackedWeight):
         out_TO, total_TO = new_output(shape, self.dtype), new_output(shape, self.dtype)
         self.functions.linear_add_rms_norm(
             *self._operands(x_TI, bias_O, total_TO), residual_TO.data_ptr(), residual_TO.stride(0), norm_O.data_ptr(),
-            eps, out_TO.data_ptr(),
+            eps, plus_one, out_TO.data_ptr(),
         )  # fmt: skip
         return out_TO, total_TO
 

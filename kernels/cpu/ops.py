@@ -9,7 +9,9 @@ The short ops keep the GIL: they take microseconds, and giving it away costs mor
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,10 +19,21 @@ from typing_extensions import override
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.ops import AttentionForm, Ops, PrefillChunk, Prefills, RopeWrite, can_hold
+from disagg.kernels.ops import (
+    AttentionForm,
+    HeadSquares,
+    Ops,
+    Pointwise,
+    PrefillChunk,
+    Prefills,
+    RopeWrite,
+    can_hold,
+)
 from disagg.kernels.weights import MAX_TOKENS
 
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
+_POINTWISE: Final[Mapping[Pointwise, int]] = {"multiply": 0, "divide": 1, "soft_cap": 2}
+"""Numbers of the functions in the library's calls."""
 MAX_HEAD_DIM = 512
 
 
@@ -31,17 +44,28 @@ def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
     return strides[1:] == (B * D, D, 1) and value_cache_NKBD.stride() == strides and value_cache_NKBD.shape == shape
 
 
-def _is_table(table_PD: Tensor, D: int, dtype: torch.dtype) -> bool:
-    """Whether this is a table of cosines or sines as the kernel reads it: rows of D numbers, one behind the other."""
-    return table_PD.dtype == dtype and table_PD.shape[1] == D and table_PD.stride() == (D, 1)
+def _is_table(table_PR: Tensor, R: int, dtype: torch.dtype) -> bool:
+    """Whether this is a table of cosines or sines as the kernel reads it: rows of R numbers, one behind the other."""
+    return table_PR.dtype == dtype and table_PR.shape[1] == R and (R == 0 or table_PR.stride() == (R, 1))
 
 
 def _are_indices(indices_T: Tensor, T: int) -> bool:
     return indices_T.dtype == torch.int64 and indices_T.shape == (T,) and indices_T.is_contiguous()
 
 
-def _is_norm(weight_D: Tensor | None, D: int, dtype: torch.dtype) -> bool:
-    return weight_D is None or (weight_D.dtype == dtype and weight_D.shape == (D,) and weight_D.stride() == (1,))
+def _is_vector(vector: Tensor | None, size: int, dtype: torch.dtype) -> bool:
+    return vector is None or (vector.dtype == dtype and vector.shape == (size,) and vector.stride() == (1,))
+
+
+def _are_squares(squares: HeadSquares | None, T: int) -> bool:
+    if squares is None:
+        return True
+    sums_T2 = squares.sums_T2
+    return sums_T2.dtype == torch.float32 and sums_T2.shape == (T, 2) and sums_T2.is_contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _is_within(chunk: PrefillChunk, num_rows: int, block_size: int) -> bool:
@@ -67,15 +91,19 @@ class NativeOps(Ops):
         """Set the number of threads that the kernels use from now on, in this process; at least 1."""
         self.set_num_threads.restype, self.set_num_threads.argtypes = None, [ctypes.c_int64]
         self._embed = Kernel(short, "disagg_embed", "PqPqqqP", "token {}: its id is not in the vocabulary")
-        self._rms_norm = Kernel(short, "disagg_rms_norm", "iPqqPPqqqf")
-        self._add_rms_norm = Kernel(short, "disagg_add_rms_norm", "iPqPqPPPqqf")
+        self._rms_norm = Kernel(short, "disagg_rms_norm", "iPqqPPqqqfi")
+        self._add_rms_norm = Kernel(short, "disagg_add_rms_norm", "iPqPqPPPqqfi")
         self._silu_mul = Kernel(short, "disagg_silu_mul", "iPqPqq")
+        self._gelu_tanh_mul = Kernel(short, "disagg_gelu_tanh_mul", "iPqPqq")
+        self._add = Kernel(short, "disagg_add", "iPqPqPqq")
+        self._pointwise = Kernel(short, "disagg_pointwise", "iPqPqqif")
+        self._head_squares = Kernel(short, "disagg_head_squares", "iPqqqqP")
         self._argmax = Kernel(short, "disagg_argmax", "iPqqqP")
         self._draw = Kernel(long, "disagg_draw", "iPqqqPPP")
         self._qkv_rope_write = Kernel(
             short,
             "disagg_qkv_rope_write",
-            "iPqqqqqPPfPPPqPPqqqPP",
+            "iPqqqqqqPPfiiPPPPqPPPqqqqqPP",
             "token {}: its slot or its position is outside the cache",
         )
         self._decode_attention = Kernel(
@@ -105,7 +133,7 @@ class NativeOps(Ops):
         return self.embed(rows_R, x_TH)
 
     @override
-    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False) -> Tensor | None:
         dtype, shape, stride = x_TH.dtype, x_TH.shape, x_TH.stride()
         is_bf16 = _IS_BF16.get(dtype)
         if is_bf16 is None or weight_H.dtype != dtype or not 2 <= len(shape) <= 3 or stride[-1] != 1:
@@ -116,13 +144,13 @@ class NativeOps(Ops):
         out = new_output(shape, dtype)
         self._rms_norm(
             is_bf16, x_TH.data_ptr(), stride[0], head_stride, weight_H.data_ptr(), out.data_ptr(), shape[0], heads,
-            shape[-1], eps,
+            shape[-1], eps, plus_one,
         )  # fmt: skip
         return out
 
     @override
     def add_rms_norm(
-        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         dtype, shape, x_stride, r_stride = x_TH.dtype, x_TH.shape, x_TH.stride(), residual_TH.stride()
         is_bf16 = _IS_BF16.get(dtype)
@@ -135,19 +163,47 @@ class NativeOps(Ops):
         out, total = new_output(shape, dtype), new_output(shape, dtype)
         self._add_rms_norm(
             is_bf16, x_TH.data_ptr(), x_stride[0], residual_TH.data_ptr(), r_stride[0], weight_H.data_ptr(),
-            out.data_ptr(), total.data_ptr(), shape[0], shape[1], eps,
+            out.data_ptr(), total.data_ptr(), shape[0], shape[1], eps, plus_one,
         )  # fmt: skip
         return out, total
 
     @override
+    def add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor | None:
+        is_bf16, shape = _IS_BF16.get(x_TH.dtype), x_TH.shape
+        if is_bf16 is None or y_TH.dtype != x_TH.dtype or len(shape) != 2 or y_TH.shape != shape:
+            return None
+        x_stride, y_stride = x_TH.stride(), y_TH.stride()
+        if x_stride[1] != 1 or y_stride[1] != 1:
+            return None
+        out = new_output(shape, x_TH.dtype)
+        self._add(is_bf16, x_TH.data_ptr(), x_stride[0], y_TH.data_ptr(), y_stride[0], out.data_ptr(), *shape)
+        return out
+
+    @override
+    def pointwise(self, x_TH: Tensor, function: Pointwise, number: float) -> Tensor | None:
+        is_bf16, shape, stride = _IS_BF16.get(x_TH.dtype), x_TH.shape, x_TH.stride()
+        if is_bf16 is None or len(shape) != 2 or stride[1] != 1:
+            return None
+        out = new_output(shape, x_TH.dtype)
+        self._pointwise(is_bf16, x_TH.data_ptr(), stride[0], out.data_ptr(), *shape, _POINTWISE[function], number)
+        return out
+
+    @override
     def silu_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
+        return self._activated(self._silu_mul, gate_up_T2F)
+
+    @override
+    def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
+        return self._activated(self._gelu_tanh_mul, gate_up_T2F)
+
+    def _activated(self, kernel: Kernel, gate_up_T2F: Tensor) -> Tensor | None:
         is_bf16 = _IS_BF16.get(gate_up_T2F.dtype)
         stride = gate_up_T2F.stride()
         if is_bf16 is None or len(stride) != 2 or stride[1] != 1 or gate_up_T2F.shape[1] % 2:
             return None
         T, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out = new_output((T, size), gate_up_T2F.dtype)
-        self._silu_mul(is_bf16, gate_up_T2F.data_ptr(), stride[0], out.data_ptr(), T, size)
+        kernel(is_bf16, gate_up_T2F.data_ptr(), stride[0], out.data_ptr(), T, size)
         return out
 
     @override
@@ -181,35 +237,56 @@ class NativeOps(Ops):
 
     @override
     def qkv_rope_write(
-        self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite
+        self,
+        qkv_TQ: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        layer: RopeWrite,
+        squares: HeadSquares | None = None,
     ) -> Tensor | None:
         """IndexError, and nothing written, for a slot or a position outside."""
-        q_norm_D, k_norm_D, cos_PD, sin_PD = layer.q_norm_D, layer.k_norm_D, layer.cos_PD, layer.sin_PD
+        cos_PR, sin_PR, is_whole = layer.cos_PR, layer.sin_PR, layer.is_whole
         key_cache_NKBD, value_cache_NKBD = layer.key_cache_NKBD, layer.value_cache_NKBD
         dtype = qkv_TQ.dtype
         is_bf16 = _IS_BF16.get(dtype)
         (T, Q), (stride, inner) = qkv_TQ.shape, qkv_TQ.stride()
         num_blocks, K, B, D = key_cache_NKBD.shape
         N, rest = divmod(Q - 2 * K * D, D)
-        if is_bf16 is None or inner != 1 or rest or N < 1 or D % 2 or D > MAX_HEAD_DIM:
+        P, R = cos_PR.shape
+        if is_bf16 is None or inner != 1 or rest or N < 1 or R % 2 or R > D or D > MAX_HEAD_DIM:
             return None
         if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or not _are_caches(
             key_cache_NKBD, value_cache_NKBD
         ):
             return None
-        if not (_is_table(cos_PD, D, dtype) and _is_table(sin_PD, D, dtype)) or cos_PD.shape != sin_PD.shape:
+        if not (_is_table(cos_PR, R, dtype) and _is_table(sin_PR, R, dtype)) or cos_PR.shape != sin_PR.shape:
             return None
-        if not (_are_indices(positions_T, T) and _are_indices(slot_mapping_T, T)):
+        if not (_are_indices(positions_T, T) and _are_indices(slot_mapping_T, T) and _are_squares(squares, T)):
             return None
-        if not (_is_norm(q_norm_D, D, dtype) and _is_norm(k_norm_D, D, dtype)):
+        q_heads, k_heads = (N, K) if is_whole else (1, 1)
+        if not (_is_vector(layer.q_norm_D, q_heads * D, dtype) and _is_vector(layer.k_norm_D, k_heads * D, dtype)):
+            return None
+        if (is_whole and layer.k_norm_D is None) or not _is_vector(layer.query_scale_P, P, dtype):
             return None
         out = new_output((T, N, D), dtype)
         self._qkv_rope_write(
-            is_bf16, qkv_TQ.data_ptr(), stride, T, N, K, D, 0 if q_norm_D is None else q_norm_D.data_ptr(),
-            0 if k_norm_D is None else k_norm_D.data_ptr(), layer.eps, positions_T.data_ptr(), cos_PD.data_ptr(),
-            sin_PD.data_ptr(), cos_PD.shape[0], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
-            key_cache_NKBD.stride(0), num_blocks, B, slot_mapping_T.data_ptr(), out.data_ptr(),
+            is_bf16, qkv_TQ.data_ptr(), stride, T, N, K, D, R, _address(layer.q_norm_D), _address(layer.k_norm_D),
+            layer.eps, layer.plus_one, is_whole, 0 if squares is None else squares.sums_T2.data_ptr(),
+            positions_T.data_ptr(), cos_PR.data_ptr(), sin_PR.data_ptr(), P, _address(layer.query_scale_P),
+            key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, B,
+            N * D if squares is None else squares.q_size, K * D if squares is None else squares.k_size,
+            slot_mapping_T.data_ptr(), out.data_ptr(),
         )  # fmt: skip
+        return out
+
+    @override
+    def head_squares(self, qkv_TQ: Tensor, num_kv_heads: int, head_dim: int) -> Tensor | None:
+        is_bf16, (T, Q), (stride, inner) = _IS_BF16.get(qkv_TQ.dtype), qkv_TQ.shape, qkv_TQ.stride()
+        k_size = num_kv_heads * head_dim
+        if is_bf16 is None or inner != 1 or 2 * k_size >= Q:
+            return None
+        out = new_output((T, 2), torch.float32)
+        self._head_squares(is_bf16, qkv_TQ.data_ptr(), stride, T, Q - 2 * k_size, k_size, out.data_ptr())
         return out
 
     @override

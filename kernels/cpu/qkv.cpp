@@ -1,5 +1,5 @@
-// What lies between the QKV GEMM and attention, in one pass: the norm of each head where the model has one, rotary
-// embedding by position, and K and V into the paged cache. It rounds where separate ops would round. Threads take tokens.
+// What lies between the QKV GEMM and attention, in one pass: the norm of each head, or of all heads, where the model has one,
+// rotary embedding of the first dims by position, and K and V into the paged cache. It rounds where separate ops would round. Threads take tokens.
 
 #include "calls.h"
 #include "thread_pool.h"
@@ -13,36 +13,49 @@ constexpr int64_t MIN_PARALLEL_TOKENS = 8;
 struct Qkv {
     int32_t is_bf16;
     const void* qkv;  // a row holds the heads of q, then of k, then of v
-    int64_t stride, num_tokens, num_heads, num_kv_heads, dim;
+    int64_t stride, num_tokens, num_heads, num_kv_heads, dim, rotary_dim;
     const void *q_norm, *k_norm;  // null without
     float eps;
+    int32_t plus_one, is_whole;  // whole: the norm is over all heads
+    const float* squares;        // sums of squares of all of q and all of k, two a token; null where they are all here
     const int64_t* positions;
     const void *cos, *sin;
     int64_t num_positions;
+    const void* query_scales;  // of each position; null without
     void *keys, *values;
     int64_t block_stride, num_blocks, block_size;
+    int64_t q_size, k_size;  // numbers in a sum of squares
     const int64_t* slots;
     void* q_out;
 };
 
 inline int lanes_left(int64_t size, int64_t at) { return size - at < LANES ? static_cast<int>(size - at) : LANES; }
 
-// out = weight * rounded(x / rms(x)), rounded.
 template <class T>
-void norm_head(const T* x, const T* weight, T* out, int64_t dim, float eps) {
+float sum_of_squares(const T* x, int64_t size) {
     vf squares = splat(0.0f);
-    for (int64_t i = 0; i < dim; i += LANES) {
-        const vf part = load(x + i, lanes_left(dim, i));
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vf part = load(x + i, lanes_left(size, i));
         squares = fma(part, part, squares);
     }
-    const float inverse = 1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps);
+    return sum(squares);
+}
+
+inline float inverse_rms(float squares, int64_t size, float eps) {
+    return 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
+}
+
+// out = weight * rounded(x * inverse), or (1 + weight) * (x * inverse), rounded.
+template <class T>
+void norm_head(const T* x, const T* weight, T* out, int64_t dim, float inverse, bool plus_one) {
     for (int64_t i = 0; i < dim; i += LANES) {
         const int n = lanes_left(dim, i);
-        store(out + i, rounded<T>(load(x + i, n) * inverse) * load(weight + i, n), n);
+        const vf scaled = load(x + i, n) * inverse;
+        store(out + i, plus_one ? scaled * (1.0f + load(weight + i, n)) : rounded<T>(scaled) * load(weight + i, n), n);
     }
 }
 
-// out[i] = x[i] cos[i] - x[i + D/2] sin[i];  out[i + D/2] = x[i + D/2] cos[i + D/2] + x[i] sin[i + D/2].
+// out[i] = x[i] cos[i] - x[i + R/2] sin[i];  out[i + R/2] = x[i + R/2] cos[i + R/2] + x[i] sin[i + R/2].
 template <class T>
 void rotate_head(const T* x, const T* cos, const T* sin, T* out, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
@@ -55,22 +68,40 @@ void rotate_head(const T* x, const T* cos, const T* sin, T* out, int64_t half) {
 
 template <class T>
 void token(const Qkv& args, int64_t t) {
-    const int64_t dim = args.dim, slot = args.slots[t];
+    const int64_t dim = args.dim, rotary_dim = args.rotary_dim, position = args.positions[t], slot = args.slots[t];
     const auto* x = static_cast<const T*>(args.qkv) + t * args.stride;
-    const auto* cos = static_cast<const T*>(args.cos) + args.positions[t] * dim;
-    const auto* sin = static_cast<const T*>(args.sin) + args.positions[t] * dim;
-    const auto rotate = [&](const T* head, const void* norm, T* out) {
-        T normed[MAX_HEAD_DIM];
-        if (norm) norm_head(head, static_cast<const T*>(norm), normed, dim, args.eps);
-        rotate_head(norm ? normed : head, cos, sin, out, dim / 2);
+    const auto* cos = static_cast<const T*>(args.cos) + position * rotary_dim;
+    const auto* sin = static_cast<const T*>(args.sin) + position * rotary_dim;
+    // All heads of q, or all of k; `squares` is the token's sum over all ranks, where there is one.
+    const auto rotate_heads = [&](int64_t num_heads, const void* norm, const float* squares, int64_t size, T* out, int64_t stride) {
+        const auto* weight = static_cast<const T*>(norm);
+        float inverse = 0.0f;
+        if (weight && args.is_whole)
+            inverse = inverse_rms(squares ? *squares : sum_of_squares(x, num_heads * dim), size, args.eps);
+        for (int64_t h = 0; h < num_heads; ++h, x += dim, out += stride) {
+            T normed[MAX_HEAD_DIM];
+            if (weight && !args.is_whole) inverse = inverse_rms(sum_of_squares(x, dim), dim, args.eps);
+            if (weight) norm_head(x, args.is_whole ? weight + h * dim : weight, normed, dim, inverse, args.plus_one);
+            const T* head = weight ? normed : x;
+            rotate_head(head, cos, sin, out, rotary_dim / 2);
+            std::memcpy(out + rotary_dim, head + rotary_dim, (dim - rotary_dim) * sizeof(T));
+        }
     };
-    for (int64_t h = 0; h < args.num_heads; ++h, x += dim)
-        rotate(x, args.q_norm, static_cast<T*>(args.q_out) + (t * args.num_heads + h) * dim);
+    const float* squares = args.squares ? args.squares + 2 * t : nullptr;
+    T* q_out = static_cast<T*>(args.q_out) + t * args.num_heads * dim;
+    rotate_heads(args.num_heads, args.q_norm, squares, args.q_size, q_out, dim);
+    if (args.query_scales) {
+        const float scale = load(static_cast<const T*>(args.query_scales) + position, 1)[0];
+        for (int64_t i = 0; i < args.num_heads * dim; i += LANES) {
+            const int n = lanes_left(args.num_heads * dim, i);
+            store(q_out + i, load(q_out + i, n) * scale, n);
+        }
+    }
     if (slot < 0) return;
     const int64_t at = slot / args.block_size * args.block_stride + slot % args.block_size * dim;
     const int64_t head_stride = args.block_size * dim;
-    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim)
-        rotate(x, args.k_norm, static_cast<T*>(args.keys) + at + h * head_stride);
+    rotate_heads(args.num_kv_heads, args.k_norm, squares ? squares + 1 : nullptr, args.k_size,
+                 static_cast<T*>(args.keys) + at, head_stride);
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim)
         std::memcpy(static_cast<T*>(args.values) + at + h * head_stride, x, dim * sizeof(T));
 }

@@ -18,14 +18,18 @@ VARIABLE = "DISAGG_KERNELS"
 Mode = Literal["auto", "reference", "triton"]
 
 TRITON_OPS = (
+    "add",
     "add_rms_norm",
     "argmax_rows",
     "digest_sums",
     "draw_rows",
     "embed",
     "gather_kv",
+    "gelu_tanh_mul",
+    "head_squares",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "pointwise",
     "qkv_rope_write",
     "quantize_rows",
     "rms_norm",

@@ -1,7 +1,8 @@
 """RMS norm over the last dim, alone and behind the addition of the residual stream: one pass over memory each.
 
 A program has a tile of whole rows in registers. Roundings are those of `reference.rms_norm`: fp32 inside, to the dtype
-before the weight is multiplied, and the sum with the residual to the dtype before it is normed.
+before the weight is multiplied (with `PLUS_ONE` behind the product), and the sum with the residual to the dtype before
+it is normed.
 
 Shapes: R rows, H features of a row.
 """
@@ -25,11 +26,20 @@ _TILE = 1024
 
 
 @jit
-def _norm(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, size: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """The normed tile in fp32, its values rounded to `dtype`."""
+def _norm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    size: tl.constexpr,
+    dtype: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+) -> tl.tensor:
+    """The normed tile, from fp32, its values rounded to `dtype`."""
     mean = tl.sum(x * x, axis=1) / size
-    normed = (x * tl.rsqrt(mean + eps)[:, None]).to(dtype).to(tl.float32)
-    return (normed * weight[None, :]).to(dtype)
+    normed = x * tl.rsqrt(mean + eps)[:, None]
+    if PLUS_ONE:
+        return (normed * (1.0 + weight)[None, :]).to(dtype)
+    return (normed.to(dtype).to(tl.float32) * weight[None, :]).to(dtype)
 
 
 @partial(jit, do_not_specialize=["num_rows"])
@@ -45,6 +55,7 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -52,7 +63,7 @@ def _rms_norm_kernel(
     starts = (rows // heads) * token_stride + (rows % heads) * head_stride
     x = tl.load(x_ptr + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    normed = _norm(x, weight, eps, SIZE, out_ptr.dtype.element_ty)
+    normed = _norm(x, weight, eps, SIZE, out_ptr.dtype.element_ty, PLUS_ONE)
     tl.store(out_ptr + rows[:, None] * SIZE + columns[None, :], normed, mask=mask)
 
 
@@ -70,6 +81,7 @@ def _add_rms_norm_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -80,7 +92,7 @@ def _add_rms_norm_kernel(
     total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + out, total, mask=mask)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    normed = _norm(total.to(tl.float32), weight, eps, SIZE, out_ptr.dtype.element_ty)
+    normed = _norm(total.to(tl.float32), weight, eps, SIZE, out_ptr.dtype.element_ty, PLUS_ONE)
     tl.store(out_ptr + out, normed, mask=mask)
 
 
@@ -92,7 +104,7 @@ def _tiles(num_rows: int, size: int) -> tuple[int, int, int, int]:
     return triton.cdiv(num_rows, rows), rows, block, warps
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False) -> Tensor:
     """The op `reference.rms_norm`, for [T, H] or [T, heads, H] with any strides and contiguous H."""
     out = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
     size = x_TH.shape[-1]
@@ -113,12 +125,15 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         SIZE=size,
         ROWS=rows,
         BLOCK=block,
+        PLUS_ONE=plus_one,
         num_warps=warps,
     )
     return out
 
 
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """The op `reference.add_rms_norm`, for [T, H] with contiguous H."""
     out_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
     sum_TH = torch.empty_like(out_TH)
@@ -139,6 +154,7 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
         SIZE=size,
         ROWS=rows,
         BLOCK=block,
+        PLUS_ONE=plus_one,
         num_warps=warps,
     )
     return out_TH, sum_TH

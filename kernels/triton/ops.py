@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, Ops, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, HeadSquares, Ops, Pointwise, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
-from disagg.kernels.triton import argmax, attention, copy, embed, norm, rope_write, sampling, silu
+from disagg.kernels.triton import argmax, attention, copy, embed, norm, pointwise, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -40,22 +40,22 @@ class TritonOps(Ops):
         return x_TH[rows_R]
 
     @override
-    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False) -> Tensor | None:
         """Takes [T, H] or [T, heads, D]."""
         fits = x_TH.dim() in (2, 3) and x_TH.stride(-1) == 1 and x_TH.shape[-1] <= norm.MAX_ROW
         if fits and _runs(x_TH, weight_H) and _are_floats(x_TH, weight_H):
-            return norm.rms_norm(x_TH, weight_H, eps)
+            return norm.rms_norm(x_TH, weight_H, eps, plus_one)
         return None
 
     @override
     def add_rms_norm(
-        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, plus_one: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """Takes matrices of shape [T, H]."""
         tensors = (x_TH, residual_TH, weight_H)
         fits = _are_rows(x_TH, residual_TH) and x_TH.shape[1] <= norm.MAX_ROW
         if fits and _runs(*tensors) and _are_floats(*tensors):
-            return norm.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+            return norm.add_rms_norm(x_TH, residual_TH, weight_H, eps, plus_one)
         return None
 
     @override
@@ -63,6 +63,27 @@ class TritonOps(Ops):
         """Takes a matrix of shape [T, 2F]."""
         if _are_rows(gate_up_T2F) and _runs(gate_up_T2F) and _are_floats(gate_up_T2F):
             return silu.silu_mul(gate_up_T2F)
+        return None
+
+    @override
+    def gelu_tanh_mul(self, gate_up_T2F: Tensor) -> Tensor | None:
+        """Takes a matrix of shape [T, 2F]."""
+        if _are_rows(gate_up_T2F) and _runs(gate_up_T2F) and _are_floats(gate_up_T2F):
+            return silu.silu_mul(gate_up_T2F, gelu=True)
+        return None
+
+    @override
+    def add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor | None:
+        """Takes matrices of shape [T, H]."""
+        if _are_rows(x_TH, y_TH) and _runs(x_TH, y_TH) and _are_floats(x_TH, y_TH):
+            return pointwise.add(x_TH, y_TH)
+        return None
+
+    @override
+    def pointwise(self, x_TH: Tensor, function: Pointwise, number: float) -> Tensor | None:
+        """Takes a matrix of shape [T, H]."""
+        if _are_rows(x_TH) and _runs(x_TH) and _are_floats(x_TH):
+            return pointwise.pointwise(x_TH, function, number)
         return None
 
     @override
@@ -89,22 +110,35 @@ class TritonOps(Ops):
 
     @override
     def qkv_rope_write(
-        self, qkv_TQ: Tensor, positions_T: Tensor, slot_mapping_T: Tensor, layer: RopeWrite
+        self,
+        qkv_TQ: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        layer: RopeWrite,
+        squares: HeadSquares | None = None,
     ) -> Tensor | None:
-        """The cache has the dtype of the rows, or is fp8 (e4m3) that stores values as they are."""
-        norms = tuple(weight_D for weight_D in (layer.q_norm_D, layer.k_norm_D) if weight_D is not None)
-        rows = (qkv_TQ, layer.cos_PD, layer.sin_PD, *norms)
+        """The cache has the dtype of the rows, or is fp8 (e4m3) that stores values as they are. Norms of all heads take
+        one more launch, for their sums."""
+        factors = (layer.q_norm_D, layer.k_norm_D, layer.query_scale_P)
+        rows = (qkv_TQ, layer.cos_PR, layer.sin_PR, *(factor for factor in factors if factor is not None))
         caches = (layer.key_cache_NKBD, layer.value_cache_NKBD)
         vectors = (positions_T, slot_mapping_T)
         fits = (
             _are_rows(qkv_TQ)
             and _are_vectors(*vectors)
-            and layer.cos_PD.is_contiguous()
-            and layer.sin_PD.is_contiguous()
+            and layer.cos_PR.is_contiguous()
+            and layer.sin_PR.is_contiguous()
             and all(_is_cache(cache_NKBD, qkv_TQ.dtype) for cache_NKBD in caches)
         )
         if fits and _runs(*rows, *caches, *vectors) and _are_floats(*rows):
-            return rope_write.qkv_rope_write(qkv_TQ, positions_T, slot_mapping_T, layer)
+            return rope_write.qkv_rope_write(qkv_TQ, positions_T, slot_mapping_T, layer, squares=squares)
+        return None
+
+    @override
+    def head_squares(self, qkv_TQ: Tensor, num_kv_heads: int, head_dim: int) -> Tensor | None:
+        """Takes rows of any stride."""
+        if _are_rows(qkv_TQ) and _runs(qkv_TQ) and _are_floats(qkv_TQ):
+            return rope_write.head_squares(qkv_TQ, num_kv_heads, head_dim)
         return None
 
     @override

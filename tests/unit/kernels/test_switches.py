@@ -36,7 +36,7 @@ def test_the_reference_has_no_kernel() -> None:
         ("", "DISAGG_KERNELS: '' is not one of 'auto', 'reference', 'triton'"),
         ("auto,draw_rows", "DISAGG_KERNELS: 'draw_rows': what follows the mode is switched off, as in 'auto,-draw_"),
         ("auto,", "DISAGG_KERNELS: '': what follows the mode is switched off"),
-        ("auto,-draw", "DISAGG_KERNELS: 'draw' is not one of add_rms_norm, argmax_rows, "),
+        ("auto,-draw", "DISAGG_KERNELS: 'draw' is not one of add, add_rms_norm, argmax_rows, "),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(text: str, message: str) -> None:

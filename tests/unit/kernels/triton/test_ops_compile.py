@@ -26,6 +26,7 @@ TYPES = {
     "slots_ptr": "*i64",
     "block_ids_ptr": "*i32",
     "eps": "fp32",
+    "number": "fp32",
     "key_scale": "fp32",
     "value_scale": "fp32",
     "hidden": "i32:16",
@@ -35,6 +36,7 @@ TYPES = {
     "row_stride": "i32:16",
     "token_stride": "i32:16",
     "x_stride": "i32:16",
+    "y_stride": "i32:16",
     "residual_stride": "i32:16",
     "block_stride": "i32:16",
     "plane_stride": "i32:16",
@@ -61,21 +63,27 @@ RANKED = "logits_ptr temperatures_ptr"
 DRAWN = "temperatures_ptr top_k_ptr top_p_ptr min_p_ptr uniform_ptr out_ptr vocab_size"
 
 
-def rope_case(cache: str, dim: int, normed: int) -> Case:
+def rope_case(cache: str, dim: int, norm: int, *, rest: int = 0, changed: int = 0) -> Case:
+    """`changed`: with one more than the weights, and a scale of q."""
     arguments = (
-        "qkv_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr slots_ptr q_out_ptr key_ptr value_ptr eps "
-        "key_scale value_scale row_stride key_block_stride value_block_stride"
+        "qkv_ptr q_norm_ptr k_norm_ptr squares_ptr query_scale_ptr positions_ptr cos_ptr sin_ptr slots_ptr q_out_ptr "
+        "key_ptr value_ptr eps key_scale value_scale row_stride key_block_stride value_block_stride q_size k_size"
     )
-    sizes = {"NUM_Q": 32, "NUM_KV": 8, "BLOCK_SIZE": 16, "HALF": dim // 2, "COLUMNS": 64, "HEADS": 8}
+    sizes = {"NUM_Q": 32, "NUM_KV": 8, "BLOCK_SIZE": 16, "HALF": (dim - rest) // 2, "REST": rest, "COLUMNS": 64}
     return case(
         "rope_write",
         "_kernel",
         arguments,
         4,
-        {"key_ptr": cache, "value_ptr": cache},
+        {"key_ptr": cache, "value_ptr": cache, "squares_ptr": "*fp32"},
         **sizes,
-        NORM_Q=normed,
-        NORM_K=normed,
+        REST_COLUMNS=max(1, rest),
+        HEADS=8,
+        NORM_Q=norm,
+        NORM_K=norm,
+        PLUS_ONE=changed,
+        TURN=1,
+        QUERY_SCALE=changed,
         FP8=int(cache == "*fp8e4nv"),
     )
 
@@ -88,10 +96,13 @@ def copy_case(word: str, row: int, columns: int, gather: int) -> Case:
 
 CASES = [
     case("norm", "_rms_norm_kernel", "x_ptr weight_ptr out_ptr num_rows heads token_stride head_stride eps", 8,
-         SIZE=4096, ROWS=1, BLOCK=4096),
+         SIZE=4096, ROWS=1, BLOCK=4096, PLUS_ONE=0),
     case("norm", "_add_rms_norm_kernel", "x_ptr residual_ptr weight_ptr out_ptr sum_ptr num_rows x_stride "
-         "residual_stride eps", 16, SIZE=28672, ROWS=1, BLOCK=32768),
-    case("silu", "_silu_mul_kernel", "gate_up_ptr out_ptr row_stride features", 4, BLOCK=1024),
+         "residual_stride eps", 16, SIZE=28672, ROWS=1, BLOCK=32768, PLUS_ONE=1),
+    case("silu", "_silu_mul_kernel", "gate_up_ptr out_ptr row_stride features", 4, BLOCK=1024, GELU=0),
+    case("silu", "_silu_mul_kernel", "gate_up_ptr out_ptr row_stride features", 4, BLOCK=1024, GELU=1),
+    case("pointwise", "_pointwise_kernel", "x_ptr out_ptr row_stride features number", 4, BLOCK=1024, FUNCTION=2),
+    case("pointwise", "_add_kernel", "x_ptr y_ptr out_ptr x_stride y_stride features", 4, BLOCK=1024),
     case("embed", "_embed_kernel", "ids_ptr table_ptr out_ptr vocab_size row_stride hidden", 4, BLOCK=1024),
     case("argmax", "_chunk_kernel", "logits_ptr best_ptr ids_ptr vocab_size row_stride", 8,
          {"best_ptr": "*fp32", "ids_ptr": "*i32"}, CHUNK=4096),
@@ -110,6 +121,9 @@ CASES = [
          {"out_ptr": "*i64"}, KNOWN=256, CHUNK=512, WAYS=16, COLUMNS=4096, CHUNKS=32),
     rope_case("*bf16", 128, 0),
     rope_case("*fp8e4nv", 80, 1),
+    rope_case("*bf16", 128, 2, rest=64, changed=1),
+    case("rope_write", "_head_squares_kernel", "qkv_ptr out_ptr row_stride q_size k_size", 4, {"out_ptr": "*fp32"},
+         BLOCK=1024),
     copy_case("*i64", 32, 32, 1),
     copy_case("*i64", 32, 32, 0),
     copy_case("*u8", 10, 16, 1),
