@@ -48,7 +48,7 @@ class PlainStep:
         dtype = parameters.embedding_VH.dtype
         ropes = RopeTables(runner.model_config, context_len, dtype, device)
         rope = ropes.of(runner.model_config.layers[0].attention.rope)
-        self._cos_D, self._sin_D = rope.cos_PD[self._place], rope.sin_PD[self._place]
+        self._cos_D, self._sin_D = rope.cos_PR[self._place], rope.sin_PR[self._place]
         self._ids_S = torch.zeros(batch, dtype=torch.int64, device=device)
 
     @torch.inference_mode()

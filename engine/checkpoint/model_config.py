@@ -9,23 +9,42 @@ from typing import Literal
 
 DEFAULT_ROPE_THETA = 10000.0
 
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding. `dynamic` scaling is `default` here: both agree up to the longest context we serve."""
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: RopeKind = "default"
     theta: float = DEFAULT_ROPE_THETA
+    share: float = 1.0
+    """Share of a head's dims that are rotated, which are the first ones."""
     factor: float = 1.0
     original_max_positions: int = 0
-    """Context length of the pretraining, for llama3 and yarn."""
+    """Context length of the pretraining, for llama3, yarn and longrope."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
-    """cos and sin are multiplied by this (yarn)."""
+    """cos and sin are multiplied by this (yarn and longrope)."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    """Wavelengths are stretched by these, one for each rotated pair, where no sequence is longer than
+    `original_max_positions` (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """The same where sequences may be longer."""
+    query_beta: float = 0.0
+    """q at position p is multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)), behind the
+    rotation."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Number of a head's dims that are rotated."""
+        return int(head_dim * self.share)
+
+
+QkNorm = Literal["none", "head", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +53,36 @@ class AttentionConfig:
 
     scale: float
     """Scale of the scores."""
-    rope: RopeConfig
+    rope: RopeConfig | None
+    """None leaves q and k as they are."""
     window: int | None = None
     """Number of tokens that a query sees, its own included; None sees all."""
+    soft_cap: float | None = None
+    """Scores are `soft_cap * tanh(score / soft_cap)`."""
+    sinks: bool = False
+    """Each query head has a further score, which takes part in the softmax's denominator alone."""
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
-    """RMS norm over each head of q and k, before rope."""
+    qk_norm: QkNorm = "none"
+    """RMS norm of q and of k before rope: over each head, or over all heads at once."""
+
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """Feed-forward network with one gate, one up and one down projection: down(silu(gate(x)) * up(x))."""
+    """Feed-forward network with one gate, one up and one down projection: down(activation(gate(x)) * up(x))."""
 
     intermediate_size: int
+    activation: Activation = "silu"
     bias: bool = False
 
 
 FfnConfig = DenseConfig
 """Feed-forward network of one layer."""
+
+NormPlaces = Literal["before", "after", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +91,9 @@ class LayerConfig:
 
     attention: AttentionConfig
     ffn: FfnConfig
+    norms: NormPlaces = "before"
+    """Where attention and the feed-forward network have a norm: of their input, of their output before it is added, or
+    of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +111,16 @@ class ModelConfig:
     """Longest sequence that the position embedding was made for."""
     layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
+    plus_one_norms: bool = False
+    """The weight of every norm is one more than the tensor in the checkpoint."""
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    """The embedding multiplier is rounded to the model's dtype."""
+    residual_multiplier: float = 1.0
+    """Outputs of attention and feed-forward networks are multiplied by this before they are added."""
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    """Logits are `logits_soft_cap * tanh(logit / logits_soft_cap)`."""
     tied_embeddings: bool
     """The LM head is the embedding matrix."""
     eos_token_ids: tuple[int, ...]
@@ -97,6 +140,18 @@ class ModelConfig:
         return tuple(sorted({window for layer in self.layers if (window := layer.attention.window) is not None}))
 
     @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The ropes of the layers that have one, each once, in the order of layers."""
+        return tuple(dict.fromkeys(rope for layer in self.layers if (rope := layer.attention.rope) is not None))
+
+    @property
+    def short_rope_len(self) -> int | None:
+        """Longest sequence for which longrope stretches by its short factors; None for models without longrope."""
+        lengths = [rope.original_max_positions for rope in self.ropes if rope.kind == "longrope"]
+        return min(lengths) if lengths else None
+
+    @property
     def max_exact_len(self) -> int:
-        """Longest sequence that full attention computes as the checkpoint means it."""
-        return min((self.max_positions, *self.windows))
+        """Longest sequence that is computed as the checkpoint means it, whatever lengths the sequences have. Longrope
+        means by its factors, that is by a sequence's length, two models whose KV cannot be mixed."""
+        return min(self.max_positions, self.short_rope_len or self.max_positions)

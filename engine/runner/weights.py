@@ -115,20 +115,26 @@ def _layer_tensors(
 ) -> dict[str, Target]:
     """Biases of the row-parallel layers are whole on every rank; the decoder adds them once."""
     heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
-    single = {
-        f"{names.input_norm}.weight": held.input_norm_H,
-        f"{names.ffn_norm}.weight": held.ffn_norm_H,
-        f"{names.o}.bias": held.o_bias_H,
-        f"{names.q_norm}.weight": held.q_norm_D,
-        f"{names.k_norm}.weight": held.k_norm_D,
-    }
-    targets = {name: _whole(tensor) for name, tensor in single.items() if tensor is not None}
+    single = (
+        (f"{names.input_norm}.weight", held.input_norm_H),
+        (f"{names.attention_out_norm}.weight", held.attention_out_norm_H),
+        (f"{names.ffn_norm}.weight", held.ffn_norm_H),
+        (f"{names.ffn_out_norm}.weight", held.ffn_out_norm_H),
+        (f"{names.o}.bias", held.o_bias_H),
+    )
+    targets = {name: _whole(tensor) for name, tensor in single if tensor is not None}
     attention, num_columns = _times(heads, config.head_dim), config.num_heads * config.head_dim
     targets[f"{names.o}.weight"] = _columns(plain(held.o_weight_HA), num_columns, attention)
     kv, num_kv = _times(kv_heads, config.head_dim), config.num_kv_heads * config.head_dim
     qkv_rows = ((num_columns, attention), (num_kv, kv), (num_kv, kv))
     targets |= _fused(plain(held.qkv_weight_QH), names.qkv, "weight", qkv_rows)
     targets |= _fused(held.qkv_bias_Q, names.qkv, "bias", qkv_rows)
+    for name, norm, rows in ((names.q_norm, held.q_norm_D, qkv_rows[0]), (names.k_norm, held.k_norm_D, qkv_rows[1])):
+        if norm is not None:
+            is_whole = layer.attention.qk_norm == "whole"
+            targets[f"{name}.weight"] = _rows(norm, *rows) if is_whole else _whole(norm)
+    if held.sinks_N is not None:
+        targets[names.sinks] = _rows(held.sinks_N, config.num_heads, heads)
     return targets | _dense_tensors(names, layer.ffn, held.ffn, shard)
 
 

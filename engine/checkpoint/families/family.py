@@ -23,16 +23,34 @@ class TensorNames:
     """Names of the tensors of a layer, without `model.layers.N.` before and `.weight` or `.bias` behind. Which of them
     a model has tells its `ModelConfig`."""
 
+    renamed: tuple[tuple[str, str], ...] = ()
+    """How names begin in the files, and how they begin here. The first that fits counts."""
+    unused: tuple[str, ...] = ()
+    """How the names of tensors begin that are no part of the decoder."""
+
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one that holds them one below the other."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    """The name of the tensor itself."""
     o: str = "self_attn.o_proj"
+    attention_out_norm: str = "post_attention_layernorm"
     ffn_norm: str = "post_attention_layernorm"
+    ffn_out_norm: str = "post_feedforward_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two tensors, or one that holds them one below the other."""
     down: str = "mlp.down_proj"
+
+    def logical(self, name: str) -> str | None:
+        """The name here of a tensor of a file; None for one that is not used."""
+        if name.startswith(self.unused):
+            return None
+        for stored, ours in self.renamed:
+            if name.startswith(stored):
+                return ours + name.removeprefix(stored)
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,15 @@ dim, A = N * D, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.batch import Batch
-from disagg.engine.runner.model.ffn import DenseFfn, Join
+from disagg.engine.runner.model.ffn import DenseFfn, Join, Norms, rounded
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
 from disagg.engine.runner.model.rope import RopeTable, RopeTables
@@ -29,14 +31,15 @@ from disagg.engine.sharding.shards import WHOLE
 from disagg.kernels.attention import AttentionProvider, OwnKernels
 from disagg.kernels.dispatch import (
     embed,
+    head_squares,
     linear,
     new_output,
     paged_decode_attention,
+    pointwise,
     qkv_rope_write,
-    rms_norm,
     take_rows,
 )
-from disagg.kernels.ops import AttentionForm, AttentionSpec, RopeWrite
+from disagg.kernels.ops import AttentionForm, AttentionSpec, HeadSquares, RopeWrite
 
 
 class Decoder:
@@ -58,29 +61,30 @@ class Decoder:
         shard = WHOLE if collective is None else collective.shard
         local = rank_model(config, shard)
         self._parameters = parameters
-        self._eps = config.rms_norm_eps
+        self._norms = Norms(config.rms_norm_eps, config.plus_one_norms)
         self._vocab_size = config.vocab_size
         self._vocab_part = vocab_part(config, shard)
         self._has_logits = shard.rank == 0
         self._collective = collective
         self.attention = attention or OwnKernels(
-            AttentionSpec(
+            attention_spec(
+                local,
                 device=str(cache.tensor_NL2KBD.device),
                 dtype=_name(parameters.embedding_VH.dtype),
                 kv_dtype=_name(cache.tensor_NL2KBD.dtype),
-                num_heads=local.num_heads,
-                num_kv_heads=local.num_kv_heads,
-                head_dim=local.head_dim,
                 block_size=cache.block_size,
-                scale=local.layers[0].attention.scale,
             )
         )
         """Provider of the attention of prompts, for which batches are made."""
-        join = Join(config.rms_norm_eps, collective)
+        parts = _Parts(config, local, self._norms, ropes, self.attention, collective)
         self._layers = tuple(
-            _Layer(local, layer, held, ropes.of(layer.attention.rope), cache.layer(index), self.attention, join)
+            _Layer(parts, layer, held, cache.layer(index))
             for index, (layer, held) in enumerate(zip(local.layers, parameters.layers, strict=True))
         )
+        multiplier = config.embedding_multiplier
+        dtype = parameters.embedding_VH.dtype
+        self._embedding_multiplier = rounded(multiplier, dtype) if config.rounds_embedding_multiplier else multiplier
+        self._logits_divisor, self._logits_soft_cap = config.logits_divisor, config.logits_soft_cap
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor | None:
@@ -96,7 +100,7 @@ class Decoder:
         if batch.prefills is not None:
             self.attention.plan(batch.prefills)
         residual_TH = self._embed(batch.token_ids_T)
-        normed_TH = rms_norm(residual_TH, parameters.layers[0].input_norm_H, self._eps)
+        normed_TH = self._norms.norm(residual_TH, parameters.layers[0].input_norm_H)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             attended_TA = layer.attend(normed_TH, batch)
@@ -113,6 +117,11 @@ class Decoder:
         return new_output((0, self._vocab_size), residual_TH) if self._has_logits else None
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
+        rows_TH = self._embedded(token_ids_T)
+        multiplier = self._embedding_multiplier
+        return rows_TH if multiplier == 1.0 else pointwise(rows_TH, "multiply", multiplier)
+
+    def _embedded(self, token_ids_T: Tensor) -> Tensor:
         embedding_VH, part = self._parameters.embedding_VH, self._vocab_part
         if self._collective is None:
             return embed(token_ids_T, embedding_VH)
@@ -123,43 +132,84 @@ class Decoder:
 
     def _logits(self, normed_TH: Tensor) -> Tensor | None:
         logits_TV = linear(normed_TH, self._parameters.lm_head_VH, None)
+        if self._logits_divisor != 1.0:
+            logits_TV = pointwise(logits_TV, "divide", self._logits_divisor)
+        if self._logits_soft_cap is not None:
+            logits_TV = pointwise(logits_TV, "soft_cap", self._logits_soft_cap)
         if self._collective is None:
             return logits_TV
         gathered_TV = self._collective.gather_columns(logits_TV)
         return None if gathered_TV is None else gathered_TV[:, : self._vocab_size]
 
 
+class _Parts(NamedTuple):
+    """What the layers of a decoder have in common."""
+
+    config: ModelConfig
+    """The whole model's."""
+    local: ModelConfig
+    """The rank's."""
+    norms: Norms
+    ropes: RopeTables
+    prompts: AttentionProvider
+    collective: Collective | None
+
+
 class _Layer:
     """One layer with its part of the cache, in two halves: attention up to its output projection, and what follows."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: LayerConfig,
-        parameters: LayerParameters,
-        rope: RopeTable,
-        cache: tuple[Tensor, Tensor],
-        prompts: AttentionProvider,
-        join: Join,
+        self, parts: _Parts, layer: LayerConfig, parameters: LayerParameters, cache: tuple[Tensor, Tensor]
     ) -> None:
-        """Both configurations are the rank's."""
+        """`layer` is the rank's."""
+        norms, local, attention = parts.norms, parts.local, layer.attention
+        multiplier = parts.config.residual_multiplier
         self._p = parameters
-        self._prompts = prompts
-        self._join = join
-        self._ffn = DenseFfn(parameters.ffn, join)
+        self._prompts = parts.prompts
+        self._collective = parts.collective
+        self._join = Join(norms, parts.collective, parameters.attention_out_norm_H, multiplier)
+        self._ffn = DenseFfn(
+            layer.ffn, parameters.ffn, Join(norms, parts.collective, parameters.ffn_out_norm_H, multiplier)
+        )
         self._key_cache_NKBD, self._value_cache_NKBD = cache
-        self._rope_write = RopeWrite(parameters.q_norm_D, parameters.k_norm_D, config.rms_norm_eps, *rope, *cache)
-        self._form = AttentionForm(layer.attention.scale)
-        self._attention_size = config.num_heads * config.head_dim
+        table = parts.ropes.of(attention.rope)
+        self._rope_write = RopeWrite(
+            parameters.q_norm_D,
+            parameters.k_norm_D,
+            norms.eps,
+            table.cos_PR,
+            table.sin_PR,
+            *cache,
+            plus_one=norms.plus_one,
+            query_scale_P=table.query_scale_P,
+        )
+        self._form = AttentionForm(attention.scale, attention.window, attention.soft_cap, parameters.sinks_N)
+        self._num_kv_heads, self._head_dim = local.num_kv_heads, local.head_dim
+        self._attention_size = local.num_heads * local.head_dim
+        self._whole_sizes = parts.config.num_heads * local.head_dim, parts.config.num_kv_heads * local.head_dim
 
     def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
         """Write the tokens' KV, then attend; [T, N * D]."""
         p = self._p
         qkv_TQ = linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q)
-        q_TND = qkv_rope_write(qkv_TQ, batch.positions_T, batch.slot_mapping_T, self._rope_write)
+        squares = self._squares(qkv_TQ)
+        q_TND = qkv_rope_write(qkv_TQ, batch.positions_T, batch.slot_mapping_T, self._rope_write, squares)
         return self._attention(q_TND, batch).reshape(-1, self._attention_size)
 
-    def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
+    def _squares(self, qkv_TQ: Tensor) -> HeadSquares | None:
+        """The sums for norms of all heads, of which this rank has a part. Ranks that have the same KV head count it in
+        equal shares."""
+        collective = self._collective
+        if collective is None or not self._rope_write.is_whole:
+            return None
+        sums_T2 = head_squares(qkv_TQ, self._num_kv_heads, self._head_dim)
+        q_size, k_size = self._whole_sizes
+        held = collective.shard.size * self._num_kv_heads * self._head_dim // k_size
+        if held > 1:
+            sums_T2 = sums_T2 / sums_T2.new_tensor((1.0, float(held)))
+        return HeadSquares(collective.all_reduce(sums_T2), q_size, k_size)
+
+    def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output projection and feed-forward network, each added to the residual stream; that stream's norm, and the
         stream."""
         p = self._p
@@ -176,6 +226,24 @@ class _Layer:
         if batch.prefills is not None:
             self._prompts.attend(q_TND, keys, values, form, out_TND)
         return out_TND
+
+
+def attention_spec(local: ModelConfig, *, device: str, dtype: str, kv_dtype: str, block_size: int) -> AttentionSpec:
+    """What the attention of a rank has to compute, whose model is `local`."""
+    attentions = [layer.attention for layer in local.layers]
+    return AttentionSpec(
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_heads=local.num_heads,
+        num_kv_heads=local.num_kv_heads,
+        head_dim=local.head_dim,
+        block_size=block_size,
+        scale=attentions[0].scale,
+        windows=tuple(dict.fromkeys(attention.window for attention in attentions)),
+        has_soft_cap=any(attention.soft_cap is not None for attention in attentions),
+        has_sinks=any(attention.sinks for attention in attentions),
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

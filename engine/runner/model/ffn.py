@@ -1,65 +1,111 @@
 """The way of a layer's two branches, attention and feed-forward network, back to the residual stream; and the
 feed-forward networks.
 
-A branch ends in a `Join`: by `project`, where its last step is a product, which is computed with the sum and the norm
-behind it in one call, or by `add`, with what this rank has of its output. Both give the norm of the new residual
-stream, and that stream.
+A branch ends in a `Join`: by `project`, where its last step is a product, or by `add`, with what this rank has of its
+output. Both give the norm of the new residual stream, by the weight of whatever follows, and that stream. The output
+may have a norm of its own before it is added, and be multiplied by a number. Where it has neither, and there is one
+rank, product, sum and norm are one call.
 
 Shapes, on each rank: T tokens, H hidden, I features of an intermediate row.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from disagg.engine.checkpoint.model_config import DenseConfig
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.parameters import DenseParameters, Weight
-from disagg.kernels.dispatch import add_rms_norm, linear, linear_add_rms_norm, linear_silu_mul
+from disagg.kernels import dispatch
+from disagg.kernels.dispatch import linear, linear_add_rms_norm, linear_gelu_tanh_mul, linear_silu_mul
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The RMS norms of a model, which differ in their weights only."""
+
+    eps: float
+    plus_one: bool
+
+    def norm(self, x_TH: Tensor, weight_H: Tensor | None) -> Tensor:
+        """The norm of rows by a weight; without one, the rows themselves."""
+        return x_TH if weight_H is None else dispatch.rms_norm(x_TH, weight_H, self.eps, self.plus_one)
+
+    def add_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of the sum by a weight, without one the sum itself; and the sum."""
+        if weight_H is not None:
+            return dispatch.add_rms_norm(x_TH, residual_TH, weight_H, self.eps, self.plus_one)
+        total_TH = dispatch.add(x_TH, residual_TH)
+        return total_TH, total_TH
 
 
 class Join:
-    """Adds the outputs of branches to the residual stream, over all ranks. Stateless."""
+    """Adds the outputs of one branch to the residual stream, over all ranks. Stateless."""
 
-    def __init__(self, eps: float, collective: Collective | None) -> None:
-        self._eps = eps
+    def __init__(
+        self,
+        norms: Norms,
+        collective: Collective | None,
+        out_norm_H: Tensor | None = None,
+        multiplier: float = 1.0,
+    ) -> None:
+        self._norms = norms
         self._collective = collective
+        self._out_norm_H = out_norm_H
+        self._multiplier = multiplier
+        self._is_plain = collective is None and out_norm_H is None and multiplier == 1.0
 
     def project(
-        self, x_TI: Tensor, weight_HI: Weight, bias_H: Tensor | None, residual_TH: Tensor, norm_H: Tensor
+        self, x_TI: Tensor, weight_HI: Weight, bias_H: Tensor | None, residual_TH: Tensor, norm_H: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The branch's output is `x` times the weight. All ranks have the bias; one adds it."""
-        if self._collective is None:
-            return linear_add_rms_norm(x_TI, weight_HI, bias_H, residual_TH, norm_H, self._eps)
-        bias_H = bias_H if self._collective.shard.rank == 0 else None
-        return self.add(linear(x_TI, weight_HI, bias_H), residual_TH, norm_H)
+        if self._is_plain and norm_H is not None:
+            norms = self._norms
+            return linear_add_rms_norm(x_TI, weight_HI, bias_H, residual_TH, norm_H, norms.eps, norms.plus_one)
+        has_bias = self._collective is None or self._collective.shard.rank == 0
+        return self.add(linear(x_TI, weight_HI, bias_H if has_bias else None), residual_TH, norm_H)
 
-    def add(self, out_TH: Tensor, residual_TH: Tensor, norm_H: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, out_TH: Tensor, residual_TH: Tensor, norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
         """The branch's output is the sum of `out` over the ranks; it may be changed."""
         if self._collective is not None:
             out_TH = self._collective.all_reduce(out_TH)
-        return add_rms_norm(out_TH, residual_TH, norm_H, self._eps)
+        out_TH = self._norms.norm(out_TH, self._out_norm_H)
+        if self._multiplier != 1.0:
+            out_TH = dispatch.pointwise(out_TH, "multiply", self._multiplier)
+        return self._norms.add_norm(out_TH, residual_TH, norm_H)
 
 
 class Ffn(Protocol):
     """Feed-forward network of a layer, with its parameters and its join."""
 
-    def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
+    def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the output for `normed` to the residual stream; the norm of that stream by the weight that follows, and
         the stream."""
         ...
 
 
-class DenseFfn(Ffn):
-    """down(silu(gate(x)) * up(x))."""
+_ACTIVATIONS = {"silu": linear_silu_mul, "gelu_tanh": linear_gelu_tanh_mul}
 
-    def __init__(self, parameters: DenseParameters, join: Join) -> None:
+
+class DenseFfn(Ffn):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: DenseConfig, parameters: DenseParameters, join: Join) -> None:
         self._p = parameters
         self._join = join
+        self._activated = _ACTIVATIONS[config.activation]
 
-    def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor) -> tuple[Tensor, Tensor]:
+    def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `Ffn`."""
         p = self._p
-        activated_TI = linear_silu_mul(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
+        activated_TI = self._activated(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
         return self._join.project(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as a dtype holds it."""
+    return float(torch.tensor(number, dtype=dtype))

@@ -38,18 +38,23 @@ FfnParameters = DenseParameters
 
 @dataclass(slots=True)
 class LayerParameters:
-    """One decoder layer; nothing changes it once its weights are packed. Biases and head norms are None where there are
-    none."""
+    """One decoder layer; nothing changes it once its weights are packed. Biases, norms and sinks are None where there
+    are none."""
 
-    input_norm_H: Tensor
+    input_norm_H: Tensor | None
     qkv_weight_QH: Weight
     qkv_bias_Q: Tensor | None
     q_norm_D: Tensor | None
+    """[D], or the size of all heads."""
     k_norm_D: Tensor | None
+    sinks_N: Tensor | None
+    """In fp32."""
     o_weight_HA: Weight
     o_bias_H: Tensor | None
-    ffn_norm_H: Tensor
+    attention_out_norm_H: Tensor | None
+    ffn_norm_H: Tensor | None
     ffn: FfnParameters
+    ffn_out_norm_H: Tensor | None
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.d
     embedding_VH = empty(config.vocab_size, config.hidden_size)
     return ModelParameters(
         embedding_VH=embedding_VH,
-        layers=tuple(_allocate_layer(config, layer, empty) for layer in config.layers),
+        layers=tuple(_allocate_layer(config, layer, empty, device) for layer in config.layers),
         final_norm_H=empty(config.hidden_size),
         lm_head_VH=embedding_VH if config.tied_embeddings else empty(config.vocab_size, config.hidden_size),
     )
@@ -81,20 +86,25 @@ _Empty = Callable[..., Tensor]
 """Allocates a tensor of a shape, in the model's dtype."""
 
 
-def _allocate_layer(config: ModelConfig, layer: LayerConfig, empty: _Empty) -> LayerParameters:
+def _allocate_layer(config: ModelConfig, layer: LayerConfig, empty: _Empty, device: torch.device) -> LayerParameters:
     hidden, head_dim, attention = config.hidden_size, config.head_dim, layer.attention
-    attention_size = config.num_heads * head_dim
-    qkv_size = attention_size + 2 * config.num_kv_heads * head_dim
+    attention_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    qkv_size = attention_size + 2 * kv_size
+    norm_sizes = {"none": None, "head": (head_dim, head_dim), "whole": (attention_size, kv_size)}[attention.qk_norm]
+    before, after = layer.norms != "after", layer.norms != "before"
     return LayerParameters(
-        input_norm_H=empty(hidden),
+        input_norm_H=empty(hidden) if before else None,
         qkv_weight_QH=empty(qkv_size, hidden),
         qkv_bias_Q=empty(qkv_size) if attention.qkv_bias else None,
-        q_norm_D=empty(head_dim) if attention.qk_norm else None,
-        k_norm_D=empty(head_dim) if attention.qk_norm else None,
+        q_norm_D=empty(norm_sizes[0]) if norm_sizes else None,
+        k_norm_D=empty(norm_sizes[1]) if norm_sizes else None,
+        sinks_N=torch.empty(config.num_heads, dtype=torch.float32, device=device) if attention.sinks else None,
         o_weight_HA=empty(hidden, attention_size),
         o_bias_H=empty(hidden) if attention.o_bias else None,
-        ffn_norm_H=empty(hidden),
+        attention_out_norm_H=empty(hidden) if after else None,
+        ffn_norm_H=empty(hidden) if before else None,
         ffn=_allocate_dense(hidden, layer.ffn, empty),
+        ffn_out_norm_H=empty(hidden) if after else None,
     )
 
 
