@@ -45,7 +45,8 @@ struct Decode {
     int64_t table_stride, table_width;
     const int32_t* lengths;
     int64_t num_seqs, num_heads, dim;
-    float scale;
+    Form form;
+    const float* sinks;  // of each query head, or null
     void* out;
 };
 
@@ -54,8 +55,9 @@ struct Piece {
     int64_t neighbours;         // its index in `Plan::neighbours`
     int64_t row, num_rows;
     int64_t start;              // the tokens from `start` on
-    int64_t longest;            // the row that sees most of them
-    int64_t num_tokens, least;  // of that row, and of the one that sees least
+    int64_t longest;            // the row that sees furthest
+    int64_t num_tokens, least;  // how far that row sees, and the one that sees least far
+    int64_t first, last_first;  // the first token that a row sees, and that of the row that begins last
 };
 
 // Rows from `first` to `end` that may meet in pieces.
@@ -63,15 +65,27 @@ struct Neighbours {
     int64_t first, end, num_pieces;
 };
 
+// How far a row sees into the piece that begins at `start`.
 inline int64_t tokens_from(const Decode& args, int64_t row, int64_t start) {
     return std::min<int64_t>(args.lengths[row] - start, PIECE_TOKENS);
 }
 
-// Whether both rows have the same blocks in what both see of the piece that begins at `start`.
-bool have_same_blocks(const Decode& args, int64_t a, int64_t b, int64_t start) {
+// The first token of the context that a row sees.
+inline int64_t first_seen(const Decode& args, int64_t row) { return args.form.first_seen(args.lengths[row] - 1); }
+
+inline int64_t first_piece(const Decode& args, int64_t row) { return first_seen(args, row) / PIECE_TOKENS; }
+
+inline bool sees(const Decode& args, int64_t row, int64_t start) {
+    return args.lengths[row] > start && first_seen(args, row) < start + PIECE_TOKENS;
+}
+
+// Whether both rows see something of the piece that begins at `start`, and have the same blocks there, from `first` on as far as both
+// see.
+bool have_same_blocks(const Decode& args, int64_t a, int64_t b, int64_t start, int64_t first) {
     const int64_t end = start + std::min(tokens_from(args, a, start), tokens_from(args, b, start)), size = args.cache.block_size;
-    const int32_t *first = args.tables + a * args.table_stride, *second = args.tables + b * args.table_stride;
-    return end > start && std::equal(first + start / size, first + (end + size - 1) / size, second + start / size);
+    const int32_t *these = args.tables + a * args.table_stride, *those = args.tables + b * args.table_stride;
+    return sees(args, a, start) && sees(args, b, start) &&
+           (first >= end || std::equal(these + first / size, these + (end + size - 1) / size, those + first / size));
 }
 
 // What a call computes, in the order of the contexts.
@@ -91,29 +105,44 @@ struct Plan {
         neighbours.clear();
         first_place.assign(1, 0);
         for (int64_t s = 0; s < args.num_seqs; ++s)
-            first_place.push_back(first_place[s] + (args.lengths[s] + PIECE_TOKENS - 1) / PIECE_TOKENS);
+            first_place.push_back(first_place[s] + (args.lengths[s] + PIECE_TOKENS - 1) / PIECE_TOKENS - first_piece(args, s));
         places.resize(first_place.back());
         for (int64_t first = 0, end = 0; first < args.num_seqs; first = end) {
-            int64_t longest = args.lengths[first];
-            for (end = first + 1; end < args.num_seqs && end < first + most_rows && have_same_blocks(args, end - 1, end, 0); ++end)
+            int64_t longest = args.lengths[first], begin = first_piece(args, first) * PIECE_TOKENS;
+            for (end = first + 1; end < args.num_seqs && end < first + most_rows && may_meet(args, end - 1, end); ++end) {
                 longest = std::max<int64_t>(longest, args.lengths[end]);
+                begin = std::min(begin, first_piece(args, end) * PIECE_TOKENS);
+            }
             neighbours.push_back({first, end, 0});
-            for (int64_t start = 0; start < longest; start += PIECE_TOKENS)
+            for (int64_t start = begin; start < longest; start += PIECE_TOKENS)
                 for (int64_t row = first; row < end; ++row)
-                    if (args.lengths[row] > start) row = add(args, row, end, start);
+                    if (sees(args, row, start)) row = add(args, row, end, start);
         }
     }
 
    private:
+    // Whether rows have the same blocks in the first piece of which both see something.
+    static bool may_meet(const Decode& args, int64_t a, int64_t b) {
+        const int64_t start = std::max(first_piece(args, a), first_piece(args, b)) * PIECE_TOKENS;
+        return have_same_blocks(args, a, b, start, std::max({start, first_seen(args, a), first_seen(args, b)}));
+    }
+
     // The piece of the rows from `row` on that begins at `start`; returns the last one of them.
     int64_t add(const Decode& args, int64_t row, int64_t end, int64_t start) {
+        const auto first_of = [&](int64_t r) { return std::max(first_seen(args, r), start); };
         const int64_t seen = tokens_from(args, row, start);
-        Piece piece{static_cast<int64_t>(neighbours.size()) - 1, row, 0, start, row, seen, seen};
-        for (; row < end && have_same_blocks(args, piece.longest, row, start); ++row, ++piece.num_rows) {
+        Piece piece{static_cast<int64_t>(neighbours.size()) - 1, row, 0, start, row, seen, seen, first_of(row), first_of(row)};
+        for (; row < end; ++row, ++piece.num_rows) {
+            // What any row sees is read by the table of the one that sees furthest.
+            const int64_t first = std::min(piece.first, first_of(row));
+            if (!have_same_blocks(args, piece.longest, row, start, first)) break;
             const int64_t tokens = tokens_from(args, row, start);
             piece.least = std::min(piece.least, tokens);
+            piece.first = first;
+            piece.last_first = std::max(piece.last_first, first_of(row));
             if (tokens > piece.num_tokens) piece.longest = row, piece.num_tokens = tokens;
-            places[first_place[row] + start / PIECE_TOKENS] = {static_cast<int64_t>(pieces.size()), piece.num_rows};
+            places[first_place[row] + start / PIECE_TOKENS - first_piece(args, row)] = {static_cast<int64_t>(pieces.size()),
+                                                                                          piece.num_rows};
         }
         pieces.push_back(piece);
         ++neighbours.back().num_pieces;
@@ -153,7 +182,7 @@ class Chunks {
     const T* next() {
         const Cache& cache = args_.cache;
         const auto* base = static_cast<const T*>(at_values_ ? cache.values : cache.keys);
-        const int64_t skipped = std::max<int64_t>(piece_->start - block_ * cache.block_size, 0);
+        const int64_t skipped = std::max<int64_t>(begin_ - block_ * cache.block_size, 0);
         const T* rows = base + blocks_[block_] * cache.block_stride + (head_ * cache.block_size + skipped) * args_.dim;
         if (++head_ < cache.num_kv_heads) return rows;
         head_ = 0;
@@ -167,13 +196,14 @@ class Chunks {
    private:
     void begin() {
         blocks_ = args_.tables + piece_->longest * args_.table_stride;
-        block_ = first_ = piece_->start / args_.cache.block_size;
+        begin_ = piece_->first / LANES * LANES;
+        block_ = first_ = begin_ / args_.cache.block_size;
     }
 
     const Decode& args_;
     const Piece *piece_, *following_;
     const int32_t* blocks_ = nullptr;
-    int64_t block_ = 0, first_ = 0, head_ = 0;
+    int64_t begin_ = 0, block_ = 0, first_ = 0, head_ = 0;
     bool at_values_ = false;
 };
 
@@ -221,11 +251,9 @@ class Attend {
         for (int64_t r = 0; r < piece_.num_rows; ++r) weigh_row(r);
         std::fill_n(out_.sums()[0], piece_.num_rows * args_.num_heads * RowOps::VECS, splat(0.0f));
         walk(args_.cache.values, sizeof(T), [&](int64_t kv_head, const T* rows, int64_t, int64_t token, int count) {
-            if (piece_.num_rows == 1 || token + LANES <= piece_.least)
+            if (piece_.start + token >= piece_.last_first && (piece_.num_rows == 1 || token + LANES <= piece_.least))
                 return add(kv_head, 0, piece_.num_rows, rows, token, count);
-            for (int64_t r = 0; r < piece_.num_rows; ++r)
-                if (const int64_t seen = tokens_from(args_, piece_.row + r, piece_.start) - token; seen > 0)
-                    add(kv_head, r, 1, rows, token, static_cast<int>(std::min<int64_t>(seen, LANES)));
+            for (int64_t r = 0; r < piece_.num_rows; ++r) add_some(kv_head, r, rows, token, count);
         });
     }
 
@@ -256,9 +284,21 @@ class Attend {
         for (int64_t first = 0; first < args_.num_heads; first += run)
             in_tiles<WEIGH_TILE>(run, [&](auto heads, int64_t n) {
                 const int64_t head = first + n, at = place(head / group_, r, head % group_);
-                weigh<Weight, heads()>(scores_ + at * SCORES_STRIDE, SCORES_STRIDE, seen, 0, args_.scale,
+                weigh<Weight, heads()>(scores_ + at * SCORES_STRIDE, SCORES_STRIDE, seen, 0, args_.form,
                                        reinterpret_cast<float*>(out_.tops(r)) + head, reinterpret_cast<float*>(out_.totals(r)) + head);
             });
+    }
+
+    // Of `count` tokens those that a row sees to its sums. A first one that is the second of a pair comes alone.
+    void add_some(int64_t kv_head, int64_t r, const T* rows, int64_t token, int count) {
+        const int64_t row = piece_.row + r, seen = tokens_from(args_, row, piece_.start) - token;
+        const int64_t end = std::min<int64_t>(seen, count);
+        int64_t first = std::max<int64_t>(first_seen(args_, row) - piece_.start - token, 0);
+        if (first % 2 && first < end) {
+            add(kv_head, r, 1, rows + first * args_.dim, token + first, 1);
+            ++first;
+        }
+        if (first < end) add(kv_head, r, 1, rows + first * args_.dim, token + first, static_cast<int>(end - first));
     }
 
     // `count` tokens to the sums of the query heads of a KV head in `num_rows` rows.
@@ -278,9 +318,9 @@ class Attend {
     void walk(const void* plane, int64_t unit, Visit visit) {
         const int64_t block_size = args_.cache.block_size, row_bytes = shape_.dim * static_cast<int64_t>(sizeof(T));
         if (block_size % LANES || row_bytes % UNIT_BYTES) return walk_copies(plane, round_up(row_bytes, unit), visit);
-        const int64_t end = piece_.start + piece_.num_tokens;
-        int64_t block_end = piece_.start / block_size * block_size + block_size;
-        for (int64_t first = piece_.start; first < end; first = block_end, block_end += block_size) {
+        const int64_t begin = piece_.first / LANES * LANES, end = piece_.start + piece_.num_tokens;
+        int64_t block_end = begin / block_size * block_size + block_size;
+        for (int64_t first = begin; first < end; first = block_end, block_end += block_size) {
             const int64_t count = std::min(block_end, end) - first;
             for (int64_t kv_head = 0; kv_head < args_.cache.num_kv_heads; ++kv_head) {
                 const bool prefetches = PREFETCH_INTO_L2 || ahead_.is_jump();
@@ -300,11 +340,12 @@ class Attend {
         const Cache& cache = args_.cache;
         const int32_t* blocks = args_.tables + piece_.longest * args_.table_stride;
         alignas(4 * LANES) char copies[LANES * MAX_HEAD_DIM * sizeof(T)];
-        for (int64_t token = 0; token < piece_.num_tokens; token += LANES) {
+        const int64_t skipped = piece_.first - piece_.start;
+        for (int64_t token = skipped / LANES * LANES; token < piece_.num_tokens; token += LANES) {
             const int64_t count = std::min<int64_t>(piece_.num_tokens - token, LANES);
             for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; ++kv_head) {
                 std::fill(copies, copies + LANES * row_bytes, 0);
-                for (int64_t t = 0; t < count; ++t) {
+                for (int64_t t = std::max<int64_t>(skipped - token, 0); t < count; ++t) {
                     const int64_t at = piece_.start + token + t, row = kv_head * cache.block_size + at % cache.block_size;
                     const T* block = static_cast<const T*>(plane) + blocks[at / cache.block_size] * cache.block_stride;
                     std::copy_n(block + row * args_.dim, args_.dim, reinterpret_cast<T*>(copies + t * row_bytes));
@@ -345,7 +386,8 @@ void put_together(const Decode& args, int64_t s, const Plan& plan, PartialOf par
             const Shares shares = join(joined, top, total);
             top = shares.before, total = shares.piece;
         }
-        const vf inverse = inverse_of(joined);
+        const int num_lanes = static_cast<int>(std::min<int64_t>(args.num_heads - first, LANES));
+        const vf inverse = args.sinks ? inverse_of(joined, load(args.sinks + first, num_lanes)) : inverse_of(joined);
         for (int64_t n = first; n < std::min<int64_t>(first + LANES, args.num_heads); ++n) {
             const auto sums_of = [&](const Plan::Place& place) -> const vf* {
                 return partial_of(place.piece).sums(n / group, place.row, group)[n % group];
@@ -410,6 +452,7 @@ void decode(const Decode& args) {
         case 80: return decode<T, 80>(args);
         case 96: return decode<T, 96>(args);
         case 128: return decode<T, 128>(args);
+        case 256: return decode<T, 256>(args);
         default: return decode<T, 0>(args);
     }
 }
@@ -419,7 +462,7 @@ int64_t first_invalid(const Decode& args) {
     for (int64_t s = 0; s < args.num_seqs; ++s) {
         const int64_t length = args.lengths[s];
         if (length < 0 || length > args.table_width * args.cache.block_size) return s;
-        for (int64_t b = 0; b * args.cache.block_size < length; ++b) {
+        for (int64_t b = first_seen(args, s) / args.cache.block_size; b * args.cache.block_size < length; ++b) {
             const int32_t block = args.tables[s * args.table_stride + b];
             if (block < 0 || block >= args.cache.num_blocks) return s;
         }

@@ -35,6 +35,8 @@ _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _POINTWISE: Final[Mapping[Pointwise, int]] = {"multiply": 0, "divide": 1, "soft_cap": 2}
 """Numbers of the functions in the library's calls."""
 MAX_HEAD_DIM = 512
+_ALL_TOKENS = 1 << 62
+"""Window that no context fills."""
 
 
 def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
@@ -66,6 +68,18 @@ def _are_squares(squares: HeadSquares | None, T: int) -> bool:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _takes(form: AttentionForm, N: int) -> bool:
+    """Whether the sinks are as the kernels read them."""
+    sinks_N = form.sinks_N
+    return sinks_N is None or (sinks_N.dtype == torch.float32 and sinks_N.shape == (N,) and sinks_N.stride() == (1,))
+
+
+def _form(form: AttentionForm) -> tuple[float, float, int, int]:
+    """Scale, soft cap, window and sinks, as the kernels' structs hold them."""
+    sinks = 0 if form.sinks_N is None else form.sinks_N.data_ptr()
+    return form.scale, form.soft_cap or 0.0, form.window or _ALL_TOKENS, sinks
 
 
 def _is_within(chunk: PrefillChunk, num_rows: int, block_size: int) -> bool:
@@ -109,11 +123,11 @@ class NativeOps(Ops):
         self._decode_attention = Kernel(
             long,
             "disagg_decode_attention",
-            "iPqqPPqqqqPqqPqqqfP",
+            "iPqqPPqqqqPqqPqqqffqPP",
             "sequence {}: its length or a block of its table is outside the cache",
         )
         self._prefill_attention = Kernel(
-            long, "disagg_prefill_attention", "iiPqqPPqqqqPqqqfP", "the block at place {} is outside the cache"
+            long, "disagg_prefill_attention", "iiPqqPPqqqqPqqqffqPP", "the block at place {} is outside the cache"
         )
 
     @override
@@ -303,7 +317,7 @@ class NativeOps(Ops):
         """IndexError for a length or a block outside the cache."""
         dtype = q_SND.dtype
         is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype or not form.is_plain:
+        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
             return None
         q_stride, table_stride = q_SND.stride(), block_tables_SM.stride()
         if q_stride[2] != 1 or table_stride[1] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
@@ -314,13 +328,13 @@ class NativeOps(Ops):
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not S == block_tables_SM.shape[0] == context_lens_S.shape[0]:
             return None
-        if not can_hold(out_SND, q_SND):
+        if not _takes(form, N) or not can_hold(out_SND, q_SND):
             return None
         out = new_output((S, N, D), dtype) if out_SND is None else out_SND
         self._decode_attention(
             is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
-            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, form.scale, out.data_ptr(),
+            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, *_form(form), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -337,14 +351,14 @@ class NativeOps(Ops):
         """Calls the kernel for each chunk. IndexError for a block outside the cache."""
         dtype = q_TND.dtype
         is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype or not form.is_plain:
+        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
             return None
         q_stride = q_TND.stride()
         if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD) or not can_hold(out_TND, q_TND):
             return None
         T, N, D = q_TND.shape
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
-        if D > MAX_HEAD_DIM or cache_dim != D or N % K:
+        if D > MAX_HEAD_DIM or cache_dim != D or N % K or not _takes(form, N):
             return None
         if not all(_is_within(chunk, T, B) for chunk in prefills.chunks):
             return None
@@ -354,7 +368,7 @@ class NativeOps(Ops):
             self._prefill_attention(
                 is_bf16, D, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
                 key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B,
-                chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, form.scale,
+                chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, *_form(form),
                 out_TND.data_ptr() + first * N * D * itemsize,
             )  # fmt: skip
         return out_TND

@@ -120,7 +120,8 @@ struct Prefill {
     int64_t block_stride, num_blocks, num_kv_heads, block_size;
     const int32_t* table;
     int64_t start, num_tokens, num_heads;
-    float scale;
+    Form form;
+    const float* sinks;  // of each query head, or null
     void* out;
 };
 
@@ -135,11 +136,13 @@ class Attention {
    public:
     explicit Attention(const Prefill& args)
         : args_(args),
+          begin_(args.form.first_seen(args.start)),
           end_(args.start + args.num_tokens),
+          origin_(begin_ / KEY_TILE * KEY_TILE),
           padded_dim_(static_cast<int>(round_up(args.dim, LANES))),
           row_words_(padded_dim_ / Mul::PER_WORD),
-          padded_end_(round_up(end_, KEY_TILE)),
-          head_words_(padded_end_ * row_words_),
+          padded_tokens_(round_up(end_ - origin_, KEY_TILE)),
+          head_words_(padded_tokens_ * row_words_),
           group_(args.num_heads / args.num_kv_heads) {
         num_tiles_ = (args.num_tokens + MAX_TILE - 1) / MAX_TILE;
         tile_ = round_up((args.num_tokens + num_tiles_ - 1) / num_tiles_, ROW_TILE);
@@ -158,9 +161,9 @@ class Attention {
    private:
     // Each thread begins with heads of its own, with the last tile of each, which sees most; the last that are left are small.
     void run(int64_t first_kv_head, int64_t num_kv_heads) {
-        parallel_for(num_kv_heads * padded_end_ / KEY_TILE, [&](int64_t piece) {
-            const int64_t kv_head = piece * KEY_TILE / padded_end_;
-            pack(first_kv_head + kv_head, kv_head * head_words_, piece * KEY_TILE % padded_end_);
+        parallel_for(num_kv_heads * padded_tokens_ / KEY_TILE, [&](int64_t piece) {
+            const int64_t kv_head = piece * KEY_TILE / padded_tokens_;
+            pack(first_kv_head + kv_head, kv_head * head_words_, origin_ + piece * KEY_TILE % padded_tokens_);
         });
         parallel_for_dynamic(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
             for (; item < end; ++item) {
@@ -177,30 +180,34 @@ class Attention {
                (kv_head * args_.block_size + position % args_.block_size) * args_.dim;
     }
 
-    // KEY_TILE tokens from `first` on, zeros past the end.
-    // keys_: [sixteen keys][word][key];  values_: [token / PER_WORD][dim], the tokens of a word side by side.
+    // KEY_TILE tokens from `first` on, zeros for those that nobody sees.
+    // keys_: [sixteen keys][word][key];  values_: [token / PER_WORD][dim], the tokens of a word side by side. Both begin with token
+    // `origin_`.
     void pack(int64_t kv_head, int64_t at, int64_t first) const {
         Word row[MAX_HEAD_DIM];
         for (int64_t t = 0; t < KEY_TILE; ++t) {
-            if (first + t < end_)
+            if (is_seen(first + t))
                 Mul::pack(cached_row(args_.keys, kv_head, first + t), args_.dim, padded_dim_, row);
             else
                 std::fill_n(row, row_words_, 0);
-            Word* column = keys_ + at + (first + t / LANES * LANES) * row_words_ + t % LANES;
+            Word* column = keys_ + at + (first - origin_ + t / LANES * LANES) * row_words_ + t % LANES;
             for (int w = 0; w < row_words_; ++w) column[w * LANES] = row[w];
         }
-        for (int64_t t = first; t < std::min(first + KEY_TILE, end_); t += Mul::PER_WORD)
-            pack_value(kv_head, t, values_ + at + t / Mul::PER_WORD * padded_dim_);
+        const int64_t from = std::max(first, begin_ / Mul::PER_WORD * Mul::PER_WORD);
+        for (int64_t t = from; t < std::min(first + KEY_TILE, end_); t += Mul::PER_WORD)
+            pack_value(kv_head, t, values_ + at + (t - origin_) / Mul::PER_WORD * padded_dim_);
     }
 
+    bool is_seen(int64_t token) const { return token >= begin_ && token < end_; }
+
     void pack_value(int64_t kv_head, int64_t t, Word* words) const {
-        const T* first = cached_row(args_.values, kv_head, t);
         if constexpr (Mul::PER_WORD == 1) {
-            Mul::pack(first, args_.dim, padded_dim_, words);
+            Mul::pack(cached_row(args_.values, kv_head, t), args_.dim, padded_dim_, words);
         } else {
-            const T* second = t + 1 < end_ ? cached_row(args_.values, kv_head, t + 1) : nullptr;
-            for (int d = 0; d < args_.dim; ++d)
-                words[d] = first[d].bits | (second ? static_cast<Word>(second[d].bits) << 16 : 0u);
+            static constexpr T ZEROS[MAX_HEAD_DIM] = {};
+            const T* first = is_seen(t) ? cached_row(args_.values, kv_head, t) : ZEROS;
+            const T* second = is_seen(t + 1) ? cached_row(args_.values, kv_head, t + 1) : ZEROS;
+            for (int d = 0; d < args_.dim; ++d) words[d] = first[d].bits | static_cast<Word>(second[d].bits) << 16;
             std::fill(words + args_.dim, words + padded_dim_, 0);
         }
     }
@@ -215,31 +222,43 @@ class Attention {
             Mul::pack(static_cast<const T*>(args_.q) + (first + r) * args_.q_stride_token + head * args_.q_stride_head,
                       args_.dim, padded_dim_, queries + r * row_words_);
         const int64_t before = args_.start + first;
+        const int64_t first_piece = args_.form.first_seen(before) / PIECE_TOKENS * PIECE_TOKENS;
         Joined joined[MAX_TILE / LANES];
-        for (int64_t piece = 0; piece < before + rows; piece += PIECE_TOKENS) {
+        for (int64_t piece = first_piece; piece < before + rows; piece += PIECE_TOKENS) {
+            const int64_t end = rows_that_see(before, rows, piece + PIECE_TOKENS);
             score(before, rows, piece, queries, keys, scores);
             vf tops[MAX_TILE / LANES], totals[MAX_TILE / LANES];
             for (vf& each : tops) each = splat(-INFINITY);  // of rows that do not see this piece
             for (vf& each : totals) each = splat(0.0f);
-            in_blocks(piece, before, rows, [&](int64_t r, int64_t count) {
+            in_blocks(piece, before, end, [&](int64_t r, int64_t count) {
                 with_constant<ROW_TILE>(count, [&](auto num_rows) {
                     weigh<typename Mul::Weight, num_rows()>(scores + r * SCORE_STRIDE, SCORE_STRIDE, before + r + 1 - piece, 1,
-                                                            args_.scale, reinterpret_cast<float*>(tops) + r,
+                                                            args_.form, reinterpret_cast<float*>(tops) + r,
                                                             reinterpret_cast<float*>(totals) + r);
                 });
             });
-            add_values(before, rows, piece, reinterpret_cast<const Word*>(scores), values, piece > 0 ? piece_sums : sums);
+            add_values(before, end, piece, reinterpret_cast<const Word*>(scores), values, piece > first_piece ? piece_sums : sums);
+            // Rows from `begun` on saw nothing before this piece.
+            const int64_t begun = piece > first_piece ? rows_that_see(before, rows, piece) : 0;
             for (int64_t r = 0; r < rows; r += LANES) {
                 Joined& those = joined[r / LANES];
-                if (piece == 0)
-                    those = {tops[r / LANES], totals[r / LANES]};
-                else
-                    join_rows(join(those, tops[r / LANES], totals[r / LANES]), r, std::max(r, piece - before),
-                              std::min(r + LANES, rows), piece_sums, sums);
+                const vf top = tops[r / LANES], total = totals[r / LANES];
+                if (piece == first_piece || begun <= r) {
+                    those = {top, total};
+                    if (piece > first_piece) copy_rows(r, std::min(r + LANES, rows), piece_sums, sums);
+                    continue;
+                }
+                const int64_t group_end = std::min(r + LANES, rows), joined_end = std::min(group_end, begun);
+                join_rows(join(those, top, total), r, std::max(r, piece - before), joined_end, piece_sums, sums);
+                if (joined_end < group_end) {
+                    const vi is_joined = splat(static_cast<float>(begun - r)) > load(LANE_NUMBERS);
+                    those = {select(is_joined, those.top, top), select(is_joined, those.total, total)};
+                    copy_rows(joined_end, group_end, piece_sums, sums);
+                }
             }
         }
         for (int64_t r = 0; r < rows; r += LANES) {
-            const vf inverse = inverse_of(joined[r / LANES]);
+            const vf inverse = args_.sinks ? inverse_of(joined[r / LANES], splat(args_.sinks[head])) : inverse_of(joined[r / LANES]);
             for (int64_t i = r; i < std::min(r + LANES, rows); ++i) {
                 T* out = static_cast<T*>(args_.out) + ((first + i) * args_.num_heads + head) * args_.dim;
                 for (int d = 0; d < args_.dim; d += LANES)
@@ -257,6 +276,15 @@ class Attention {
         }
     }
 
+    void copy_rows(int64_t first, int64_t end, const float* piece_sums, float* sums) const {
+        std::copy(piece_sums + first * padded_dim_, piece_sums + end * padded_dim_, sums + first * padded_dim_);
+    }
+
+    // The number of rows, from the first on, that see a token before `position`. Row 0 has `before` keys before its own.
+    int64_t rows_that_see(int64_t before, int64_t rows, int64_t position) const {
+        return std::min(rows, position + args_.form.window - 1 - before);
+    }
+
     // `body(r, count)` on blocks of SIZE rows [r, r + count), from the first with a row that sees `position`. Row 0 has `before` keys
     // before its own.
     template <int SIZE = ROW_TILE, class Body>
@@ -268,33 +296,36 @@ class Attention {
     // Scores in a piece of rows that have `before` keys and one more for each row before them; a block of rows as far as its last
     // one sees.
     void score(int64_t before, int64_t rows, int64_t piece, const Word* queries, const Word* keys, float* scores) const {
-        for (int64_t key = piece; key < std::min(before + rows, piece + PIECE_TOKENS); key += KEY_TILE)
-            in_blocks<SCORE_ROWS>(key, before, rows, [&](int64_t r, int64_t count) {
+        const int64_t first = std::max(piece, args_.form.first_seen(before) / KEY_TILE * KEY_TILE);
+        for (int64_t key = first; key < std::min(before + rows, piece + PIECE_TOKENS); key += KEY_TILE)
+            in_blocks<SCORE_ROWS>(key, before, rows_that_see(before, rows, key + KEY_TILE), [&](int64_t r, int64_t count) {
                 const int64_t seen = std::min<int64_t>(KEY_TILE, before + r + count - key);
                 with_constant<SCORE_ROWS>(count, [&](auto num_rows) {
                     for (int64_t k = 0; k < seen; k += LANES)
-                        score_tile<T, Mul, num_rows()>(queries + r * row_words_, row_words_, keys + (key + k) * row_words_,
+                        score_tile<T, Mul, num_rows()>(queries + r * row_words_, row_words_, keys + (key - origin_ + k) * row_words_,
                                                        scores + r * SCORE_STRIDE + key - piece + k, SCORE_STRIDE);
                 });
             });
     }
 
-    // sums = weights of the tokens of a piece times their values, a block of rows as far as its last one sees.
+    // sums = weights of the tokens of a piece times their values, a block of rows from the first token of its first row as far as its
+    // last one sees.
     void add_values(int64_t before, int64_t rows, int64_t piece, const Word* weights, const Word* values, float* sums) const {
-        values += piece / Mul::PER_WORD * padded_dim_;
         for (int64_t d = 0; d < padded_dim_; d += KEY_TILE)
             in_blocks(piece, before, rows, [&](int64_t r, int64_t count) {
-                const int64_t seen = std::min(before + r + count - piece, PIECE_TOKENS);
-                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_dim_ - d) / LANES), weights + r * SCORE_STRIDE,
-                                SCORE_STRIDE, values + d, padded_dim_, round_up(seen, Mul::PER_WORD) / Mul::PER_WORD,
-                                sums + r * padded_dim_ + d, padded_dim_);
+                const int64_t begin = std::max(args_.form.first_seen(before + r), piece) / Mul::PER_WORD;  // in words
+                const int64_t end = round_up(std::min(before + r + count, piece + PIECE_TOKENS), Mul::PER_WORD) / Mul::PER_WORD;
+                const Word* first = values + (begin - origin_ / Mul::PER_WORD) * padded_dim_ + d;
+                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_dim_ - d) / LANES),
+                                weights + r * SCORE_STRIDE + begin - piece / Mul::PER_WORD, SCORE_STRIDE, first, padded_dim_,
+                                end - begin, sums + r * padded_dim_ + d, padded_dim_);
             });
     }
 
     const Prefill& args_;
-    const int64_t end_;
+    const int64_t begin_, end_, origin_;  // the tokens that some row sees, and the first one that is packed
     const int padded_dim_, row_words_;
-    const int64_t padded_end_, head_words_, group_;
+    const int64_t padded_tokens_, head_words_, group_;
     int64_t num_tiles_, tile_;
     Word *keys_ = nullptr, *values_ = nullptr;
 };
@@ -306,7 +337,7 @@ class Attention {
 extern "C" int64_t disagg_prefill_attention(const void* p) {
     using namespace disagg;
     const auto& args = args_as<Prefill>(p);
-    for (int64_t b = 0; b * args.block_size < args.start + args.num_tokens; ++b)
+    for (int64_t b = args.form.first_seen(args.start) / args.block_size; b * args.block_size < args.start + args.num_tokens; ++b)
         if (args.table[b] < 0 || args.table[b] >= args.num_blocks) return b;
     if (args.num_tokens == 0) return DONE;
     args.is_bf16 ? Attention<bf16, ForBf16>(args).run() : Attention<float, Single>(args).run();

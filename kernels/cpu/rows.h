@@ -189,7 +189,7 @@ struct PairRows {
     template <int H>
     [[gnu::noinline]] static void add(vf (*sums)[VECS], Shape<DIM> shape, const bf16* rows, int count, const bf16* weights,
                                       int64_t stride) {
-        constexpr int AT_ONCE = DIM && DIM <= 128 ? UNITS : 1;
+        constexpr int AT_ONCE = DIM == 0 ? 1 : DIM <= 128 ? UNITS : UNITS % 4 == 0 ? 4 : 1;
         const int dim = DIM ? DIM : shape.dim;
         for (int first = 0; first < (dim + UNIT - 1) / UNIT; first += AT_ONCE) {
             vf acc[H][2 * AT_ONCE];
@@ -312,6 +312,8 @@ template <>
 struct Rows<bf16, 96> : SplitRows<96> {};
 template <>
 struct Rows<bf16, 128> : SplitRows<128> {};
+template <>
+struct Rows<bf16, 256> : SplitRows<256> {};
 #endif
 
 }  // namespace disagg

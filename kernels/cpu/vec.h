@@ -159,9 +159,12 @@ inline vru rounded_bits(vr x) {
     return x == x ? rounded : quiet_nan;
 }
 
-// e^x to about 1e-7 relative, for x clamped to [-87, 88]; NaN stays NaN. x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor
-// series to r^7. n is rounded by adding 1.5 * 2^23; without AVX-512, 2^n is made by writing the exponent.
-inline vr exp(vr x) {
+// x as n ln2 + r with |r| <= ln2 / 2, for x clamped to [-87, 88]; NaN stays NaN. n is rounded by adding 1.5 * 2^23.
+struct Reduced {
+    vr n, shifted, r;
+};
+
+inline Reduced reduced(vr x) {
 #ifdef __AVX512F__
     x = (vr)_mm512_max_ps((__m512)splat_register(-87.0f), (__m512)x);  // of a NaN and a number, the second
     x = (vr)_mm512_min_ps((__m512)splat_register(88.0f), (__m512)x);
@@ -177,20 +180,40 @@ inline vr exp(vr x) {
     const vr n = shifted - magic;
     vr r = fma(n, splat_register(-0.693359375f), x);
     r = fma(n, splat_register(2.12194440e-4f), r);
+    return {n, shifted, r};
+}
+
+// (e^r - 1) / r by its Taylor series to r^6.
+inline vr slope_of_exp(vr r) {
     vr p = splat_register(1.0f / 5040.0f);
     p = fma(p, r, splat_register(1.0f / 720.0f));
     p = fma(p, r, splat_register(1.0f / 120.0f));
     p = fma(p, r, splat_register(1.0f / 24.0f));
     p = fma(p, r, splat_register(1.0f / 6.0f));
     p = fma(p, r, splat_register(0.5f));
-    p = fma(p, r, splat_register(1.0f));
-    p = fma(p, r, splat_register(1.0f));
+    return fma(p, r, splat_register(1.0f));
+}
+
+// 2^n, by writing the exponent.
+inline vr power_of_two(const Reduced& x) { return (vr)(((vri)x.shifted - 0x4b400000 + 127) << 23); }
+
+// e^x to about 1e-7 relative, for x clamped to [-87, 88]; NaN stays NaN.
+inline vr exp(vr x) {
+    const Reduced reduced_x = reduced(x);
+    const vr p = fma(slope_of_exp(reduced_x.r), reduced_x.r, splat_register(1.0f));
 #ifdef __AVX512F__
-    return (vr)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return (vr)_mm512_scalef_ps((__m512)p, (__m512)reduced_x.n);
 #else
-    const vri exponent = ((vri)shifted - 0x4b400000 + 127) << 23;
-    return p * (vr)exponent;
+    return p * power_of_two(reduced_x);
 #endif
+}
+
+// To about 2e-7 relative; NaN stays NaN. From e = e^2x - 1, so that small results are as precise as large ones.
+inline vr tanh(vr x) {
+    const Reduced twice = reduced(x + x);
+    const vr power = power_of_two(twice);
+    const vr e = fma(slope_of_exp(twice.r) * twice.r, power, power - splat_register(1.0f));
+    return e / (e + splat_register(2.0f));
 }
 
 // ---------------------------------------------------------------- sixteen lanes
@@ -306,6 +329,9 @@ inline vf max(const vf& a, const vf& b) {
 }
 inline vf exp(const vf& x) {
     return each_part<vr>([&](int i) { return exp(x.part[i]); });
+}
+inline vf tanh(const vf& x) {
+    return each_part<vr>([&](int i) { return tanh(x.part[i]); });
 }
 template <class Register>
 inline Wide<Register> select(const vi& mask, const Wide<Register>& a, const Wide<Register>& b) {

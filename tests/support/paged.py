@@ -72,6 +72,16 @@ class PagedCase:
         """[num_rows, N, D], as in a model a slice of wider rows."""
         return self._randn(num_rows, self.num_heads + 2, self.dim)[:, : self.num_heads]
 
+    def forget(self, sequence: int, first: int) -> None:
+        """Take the tokens before `first` away: the blocks that hold nothing else, and the slots of the others."""
+        block_size = self.keys_NKBD.shape[2]
+        block, offset = divmod(first, block_size)
+        for cache in (self.keys_NKBD, self.values_NKBD):
+            cache[self.tables_SM[sequence, :block].long()] = math.nan
+            cache[self.tables_SM[sequence, block].long(), :, :offset] = math.nan
+        self.tables_SM[sequence, :block] = 0
+        self.poisoned_tables_SM[sequence, :block] = UNREADABLE_BLOCK
+
     def prompts(self, chunks: list[tuple[int, int]], first_row: int = 0) -> Prefills:
         """For each sequence (start, number of tokens), for the reference."""
         tables = self.tables_SM[: len(chunks)]

@@ -32,11 +32,21 @@ def write(cache_NKBD: Tensor, table: Sequence[int], rows_CKD: Tensor) -> None:
         cache_NKBD[table[position // block_size], :, position % block_size] = row_KD
 
 
-def attend(q_D: Tensor, keys_CD: Tensor, values_CD: Tensor, scale: float) -> Tensor:
-    """softmax(q . k * scale) @ v for one query row, float64."""
+def attend(
+    q_D: Tensor,
+    keys_CD: Tensor,
+    values_CD: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sink: float = -math.inf,
+) -> Tensor:
+    """softmax(q . k * scale) @ v for one query row, float64; the sink is a further score without a value."""
     scores_C = keys_CD.double() @ q_D.double() * scale
-    weights_C = (scores_C - scores_C.max()).exp()
-    return weights_C @ values_CD.double() / weights_C.sum()
+    if soft_cap is not None:
+        scores_C = soft_cap * (scores_C / soft_cap).tanh()
+    top = max(float(scores_C.max()), sink)
+    weights_C = (scores_C - top).exp()
+    return weights_C @ values_CD.double() / (weights_C.sum() + math.exp(sink - top))
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,17 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.ops import AttentionForm
-from tests.support.paged import prompts
+from tests.support.paged import PagedCase, prompts
 from tests.unit.kernels import oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
+FORMS = {
+    "window": {"window": 10},
+    "soft cap": {"soft_cap": 0.7},
+    "sinks": {"sinks": True},
+    "all": {"window": 33, "soft_cap": 1.5, "sinks": True},
+}
+"""Parts of attention forms, by what they have."""
 CONTEXTS = [1, 15, 16, 17, 100]
 
 
@@ -52,9 +60,12 @@ class Case:
 
     def expected(self, q_ND: Tensor, sequence: int, context: int) -> Tensor:
         """One query row over the first `context` tokens of a sequence."""
-        k, v = self.k[sequence][:context], self.v[sequence][:context]
+        form = self.form
+        seen = slice(max(context - (form.window or context), 0), context)
+        k, v = self.k[sequence][seen], self.v[sequence][seen]
+        sinks = [-math.inf] * len(q_ND) if form.sinks_N is None else form.sinks_N.tolist()
         heads = [
-            oracle.attend(q_D, k[:, n // self.group], v[:, n // self.group], self.form.scale)
+            oracle.attend(q_D, k[:, n // self.group], v[:, n // self.group], form.scale, form.soft_cap, sinks[n])
             for n, q_D in enumerate(q_ND)
         ]
         return torch.stack(heads)
@@ -235,6 +246,70 @@ def test_cpp_attention_writes_where_it_is_told(native: NativeOps) -> None:
     for out in (rows[:3], rows.float()[:2], rows[:4:2]):
         assert native.paged_decode_attention(*decode, out_SND=out) is None
         assert native.paged_prefill_attention(q_TND, *caches, prefills, case.form, out) is None
+
+
+def form_of(name: str, num_heads: int, scale: float = 0.3) -> AttentionForm:
+    parts: dict[str, Any] = dict(FORMS[name])
+    has_sinks = parts.pop("sinks", False)
+    return AttentionForm(scale, sinks_N=torch.linspace(-2.0, 3.0, num_heads) if has_sinks else None, **parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("heads", "dim", "block_size"), [((9, 3), 64, 16), ((4, 1), 256, 16), ((2, 2), 80, 32)])
+def test_forms_of_attention(
+    ops: Any, heads: tuple[int, int], dim: int, block_size: int, name: str, dtype: torch.dtype
+) -> None:
+    case = Case(CONTEXTS, heads, dim, dtype, block_size)
+    case.form = form_of(name, heads[0])
+    oracle.assert_close(case.decode(ops), case.expected_decode())
+    q_TND = torch.randn(37, heads[0], dim).to(dtype)
+    out = prefill(ops, case, q_TND, case.tables_SM[4], 63)
+    oracle.assert_close(out, torch.stack([case.expected(q_ND, 4, 64 + i) for i, q_ND in enumerate(q_TND)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 17])
+@pytest.mark.parametrize("window", [1, 17, 256, 257, 400])
+def test_windows_around_the_ends_of_pieces(native: NativeOps, window: int, block_size: int, dtype: torch.dtype) -> None:
+    """What is before a window is gone: its entries of the tables must not be read, and its slots hold no numbers."""
+    lengths = [1, 16, 255, 256, 257, 300, 511, 512, 513, 600, 767, 769]
+    case = PagedCase(lengths, heads=(6, 2), dim=64, dtype=dtype, block_size=block_size)
+    case.form = AttentionForm(0.125, window=window, sinks_N=torch.linspace(-1.0, 1.0, 6))
+    for sequence, length in enumerate(lengths):
+        case.forget(sequence, max(length - window, 0))
+    q_SND, caches = case.queries(len(lengths)), (case.keys_NKBD, case.values_NKBD)
+    found = native.paged_decode_attention(q_SND, *caches, case.poisoned_tables_SM, case.lens_S, case.form)
+    assert found is not None
+    expected = reference.paged_decode_attention(q_SND, *caches, case.tables_SM, case.lens_S, case.form)
+    oracle.assert_close(found, expected.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 64, 300])
+@pytest.mark.parametrize(("start", "count"), [(0, 300), (511, 2), (600, 190)])
+def test_a_prompt_behind_what_left_its_window(
+    native: NativeOps, start: int, count: int, window: int, dtype: torch.dtype
+) -> None:
+    case = PagedCase([start + count], heads=(6, 2), dim=64, dtype=dtype)
+    case.form = AttentionForm(0.125, window=window, soft_cap=2.0)
+    case.forget(0, max(start + 1 - window, 0))
+    q_TND, caches = case.queries(count), (case.keys_NKBD, case.values_NKBD)
+    expected, found = (torch.empty(count, 6, 64, dtype=dtype) for _ in range(2))
+    prefills = prompts((case.poisoned_tables_SM[0], start, count))
+    assert native.paged_prefill_attention(q_TND, *caches, prefills, case.form, found) is not None
+    reference.paged_prefill_attention(q_TND, *caches, case.prompts([(start, count)]), case.form, expected)
+    oracle.assert_close(found, expected.double())
+
+
+@pytest.mark.parametrize("sinks_N", [torch.zeros(4).bfloat16(), torch.zeros(3), torch.zeros(8)[::2]])
+def test_cpp_attention_declines_sinks_that_it_does_not_read(native: NativeOps, sinks_N: Tensor) -> None:
+    case = Case([20], (4, 2), 64, torch.float32)
+    case.form = AttentionForm(0.125, sinks_N=sinks_N)
+    assert case.decode(native) is None
+    prefills, out = prompts((case.tables_SM[0], 18, 2)), torch.zeros(2, 4, 64)
+    caches = (case.keys_NKBD, case.values_NKBD)
+    assert native.paged_prefill_attention(torch.zeros(2, 4, 64), *caches, prefills, case.form, out) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

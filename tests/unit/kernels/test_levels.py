@@ -98,6 +98,9 @@ def results(native: NativeOps, products: NativeLinear, dtype: torch.dtype) -> li
     form = AttentionForm(0.125)
     found.append(native.paged_decode_attention(q[:3], keys, values, blocks.repeat(3, 1), lengths, form))
     found.append(native.paged_prefill_attention(q, keys, values, prompts((blocks, 300, 40)), form, torch.empty_like(q)))
+    form = AttentionForm(0.125, window=310, soft_cap=2.0, sinks_N=torch.linspace(-1.0, 1.0, HEADS))
+    found.append(native.paged_decode_attention(q[:3], keys, values, blocks.repeat(3, 1), lengths, form))
+    found.append(native.paged_prefill_attention(q, keys, values, prompts((blocks, 300, 40)), form, torch.empty_like(q)))
     assert None not in found
     return [each for each in found if each is not None]
 

@@ -4,18 +4,20 @@ as a decode, and as one of several rows of its sequence."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.ops import NativeOps
-from tests.support.paged import PagedCase, prompts
+from disagg.kernels.ops import AttentionForm
+from tests.support.paged import UNREADABLE_BLOCK, PagedCase, prompts
 
 LENGTHS = (1, 16, 17, 255, 256, 257, 300, 511, 513, 700)
 BLOCK_SIZES = (16, 16, 32, 48, 17, 512)
-DIMS = (16, 24, 30, 32, 64, 72, 80, 96, 128, 160)
+DIMS = (16, 24, 30, 32, 64, 72, 80, 96, 128, 160, 256)
+WINDOWS = (None, 1, 5, 16, 100, 255, 256, 300)
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,19 @@ class Shape:
     heads: tuple[int, int]
     dim: int
     block_size: int
+    form: AttentionForm | None = None
 
     @classmethod
     def draw(cls, seed: int) -> Shape:
         draw = random.Random(seed)
         num_kv_heads = draw.choice((1, 2, 3))
         heads = (num_kv_heads * draw.choice((1, 2, 3, 4, 5, 8)), num_kv_heads)
-        return cls(draw.choice(LENGTHS), heads, draw.choice(DIMS), draw.choice(BLOCK_SIZES))
+        shape = cls(draw.choice(LENGTHS), heads, draw.choice(DIMS), draw.choice(BLOCK_SIZES))
+        sinks_N = torch.tensor([draw.uniform(-3.0, 3.0) for _ in range(heads[0])])
+        form = AttentionForm(
+            shape.dim**-0.5, draw.choice(WINDOWS), draw.choice((None, 0.5)), draw.choice((None, sinks_N))
+        )
+        return replace(shape, form=form) if seed % 2 else shape
 
 
 class Attention:
@@ -43,6 +51,7 @@ class Attention:
         self.case = PagedCase(
             [shape.num_tokens], heads=shape.heads, dim=shape.dim, block_size=shape.block_size, dtype=dtype
         )
+        self.case.form = shape.form or self.case.form
         self.q_TND = self.case.queries(shape.num_tokens)
 
     def prompt(self, chunk_tokens: int) -> Tensor:
@@ -68,7 +77,7 @@ class Attention:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_token_has_the_same_bits_whoever_computes_it(native: NativeOps, seed: int, dtype: torch.dtype) -> None:
     attention, draw = Attention(native, Shape.draw(seed), dtype), random.Random(seed)
     num_tokens = attention.num_tokens
@@ -78,12 +87,16 @@ def test_a_token_has_the_same_bits_whoever_computes_it(native: NativeOps, seed: 
     last = list(range(max(0, num_tokens - draw.choice((2, 5, 16))), num_tokens))
     for positions in (scattered, last, [num_tokens - 1]):
         assert torch.equal(attention.decodes(positions), whole[positions])
+    attention.case.forget(0, max(num_tokens - (attention.case.form.window or num_tokens), 0))
+    assert torch.equal(attention.decodes([num_tokens - 1]), whole[[num_tokens - 1]])
 
 
+@pytest.mark.parametrize("window", [None, 90, 300])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_threads: int) -> None:
+def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_threads: int, window: int | None) -> None:
     """Rows meet in the pieces whose blocks they share, and see what is theirs alone."""
     case = PagedCase([700, 600, 600], heads=(6, 2), dim=64, dtype=torch.bfloat16)
+    case.form = AttentionForm(0.125, window=window)
     tables = case.poisoned_tables_SM
     tables[1, :20] = tables[0, :20]  # they part in the second piece
     tables[2] = tables[0]
@@ -93,6 +106,8 @@ def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_thre
     def decode(some: list[int]) -> Tensor:
         table_SM = tables[[rows[i][0] for i in some]]
         lens_S = torch.tensor([lengths[i] for i in some], dtype=torch.int32)
+        for row_M, length in zip(table_SM, lens_S.tolist(), strict=True):
+            row_M[: max(length - (window or length), 0) // 16] = UNREADABLE_BLOCK
         found = native.paged_decode_attention(
             q_SND[some], case.keys_NKBD, case.values_NKBD, table_SM, lens_S, case.form
         )
