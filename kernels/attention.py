@@ -1,7 +1,7 @@
 """Who computes the attention of a step's prompts: providers in the order of preference.
 
     provider = kind.of(spec)                      once: shapes and dtypes of a rank; `attention_choice` chooses the kind
-    work = provider.work(places)                  once a step, before its arrays are copied to the device
+    works = provider.works(places)                once a step, before its arrays are copied to the device
     provider.plan(prefills)                       once a step, behind that copy
     provider.attend(q, keys, values, form, out)   in each layer
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -41,8 +41,8 @@ class AttentionProvider(Protocol):
         """Reason why this provider cannot be used, or None. Does not touch the device."""
         ...
 
-    def work(self, places: Sequence[ChunkPlace]) -> PrefillWork | None:
-        """Data that `plan` needs on the device, as `Prefills.planned`, for at least one chunk; None if it needs
+    def works(self, places: Sequence[ChunkPlace]) -> Mapping[int | None, PrefillWork]:
+        """Data that `plan` needs on the device, as `Prefills.planned`, for at least one chunk; empty if it needs
         none."""
         ...
 
@@ -87,7 +87,7 @@ class OwnKernels(AttentionProvider):
         return None if reads(q_TND, cache_NKBD, cache_NKBD, table_M, form) else f"its kernels do not take {spec}"
 
     @override
-    def work(self, places: Sequence[ChunkPlace]) -> PrefillWork | None:
+    def works(self, places: Sequence[ChunkPlace]) -> Mapping[int | None, PrefillWork]:
         return plan_prefills(places, self.spec)
 
     @override
@@ -138,8 +138,8 @@ class FlashInfer(AttentionProvider):
         return None
 
     @override
-    def work(self, places: Sequence[ChunkPlace]) -> PrefillWork | None:
-        return None
+    def works(self, places: Sequence[ChunkPlace]) -> Mapping[int | None, PrefillWork]:
+        return {}
 
     @override
     def plan(self, prefills: Prefills) -> None:
@@ -184,11 +184,12 @@ def prompts(provider: AttentionProvider, *chunks: tuple[Tensor, int, int], first
         places.append(ChunkPlace(row, num_tokens, start, first))
         row += num_tokens
         first += len(table_M)
-    work = provider.work(places)
-    if work is None:
-        return Prefills(tuple(made))
-    numbers = torch.from_numpy(work.numbers).to(provider.spec.device)
-    return Prefills(tuple(made), PlannedPrefills(work, numbers, torch.cat([table_M for table_M, _, _ in chunks])))
+    tables = torch.cat([table_M for table_M, _, _ in chunks])
+    planned = {
+        window: PlannedPrefills(work, torch.from_numpy(work.numbers).to(provider.spec.device), tables)
+        for window, work in provider.works(places).items()
+    }
+    return Prefills(tuple(made), planned)
 
 
 def _meta(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +206,7 @@ def _meta_form(spec: AttentionSpec) -> AttentionForm:
     """A form with all that some layer has."""
     return AttentionForm(
         spec.scale,
-        window=min(spec.windows, default=None),
+        window=min((window for window in spec.windows if window is not None), default=None),
         soft_cap=1.0 if spec.has_soft_cap else None,
         sinks_N=torch.empty(spec.num_heads, device="meta") if spec.has_sinks else None,
     )

@@ -120,10 +120,16 @@ def largest_error(name: str, spec: AttentionSpec) -> float:
     return float(largest) if largest.isfinite() else float("inf")
 
 
+def _spec_of(text: str) -> AttentionSpec:
+    """A spec from JSON, whose arrays are lists."""
+    fields = json.loads(text)
+    return AttentionSpec(**fields | {"windows": tuple(fields["windows"])})
+
+
 def main() -> None:
     """Print the largest error."""
     name, text = sys.argv[1:]
-    print(largest_error(name, AttentionSpec(**json.loads(text))))
+    print(largest_error(name, _spec_of(text)))
 
 
 if __name__ == "__main__":

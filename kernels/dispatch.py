@@ -17,7 +17,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -411,13 +411,13 @@ def paged_decode_attention(
     return _first(_ops(q_SND).paged_decode_attention, reference.paged_decode_attention, *args)
 
 
-def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork | None:
-    """What `PlannedPrefills` needs where the prompts of a step are computed at once, which is on a GPU; None where each
-    chunk is computed alone. At least one chunk."""
+def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> Mapping[int | None, PrefillWork]:
+    """Work lists by window where the prompts of a step are computed at once, which is on a GPU; none where each chunk
+    is computed alone. At least one chunk."""
     triton = _triton()
     has_kernel = switches(os.environ).has_kernel("paged_prefill_attention")
     if triton is None or not triton.runs_on(torch.device(spec.device)) or not has_kernel:
-        return None
+        return {}
     return triton.plan_prefills(chunks, spec)
 
 

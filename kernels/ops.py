@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -27,15 +27,15 @@ class AttentionSpec:
     block_size: int
     scale: float
     """Scale of the attention scores, the same in all layers."""
-    windows: tuple[int, ...] = ()
-    """Windows of the layers that have one, each once; see `AttentionForm`."""
+    windows: tuple[int | None, ...] = (None,)
+    """Windows of the layers, each once, see `AttentionForm`; None for layers that see all."""
     has_soft_cap: bool = False
     has_sinks: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether no layer has a window, a soft cap or sinks."""
-        return not (self.windows or self.has_soft_cap or self.has_sinks)
+        return not (any(self.windows) or self.has_soft_cap or self.has_sinks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +79,13 @@ class Prefills:
     """The prompts of a step, at least one."""
 
     chunks: tuple[PrefillChunk, ...]
-    planned: PlannedPrefills | None = None
-    """Work list for a device that computes all chunks at once (`dispatch.plan_prefills`); else None."""
+    planned: Mapping[int | None, PlannedPrefills] = field(default_factory=dict)
+    """Work lists by the layers' windows, for a device that computes all chunks at once (`dispatch.plan_prefills`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedPrefills:
-    """The step's work list, and its numbers on the device, both tensors aligned to 16 bytes."""
+    """A work list of the step, and its numbers on the device, both tensors aligned to 16 bytes."""
 
     work: PrefillWork
     numbers: Tensor

@@ -1,10 +1,10 @@
 """The work of each program of the prefill kernel: a list that the host makes once a step, for all layers.
 
-An item is up to `tokens` query tokens of one chunk, which attend to all tiles of the context up to the last of them.
-All chunks of a step are in one list, the items with the most tiles first. An item that has more than twice an equal
-share of all tiles is cut into pieces of about that share ("split KV": Dao et al. 2023, "Flash-Decoding"), or the step
-would take as long as its longest item: 32 tokens behind 32k are one item for each KV head. A second kernel joins the
-pieces.
+An item is up to `tokens` query tokens of one chunk, which attend to all tiles of the context up to the last of them, or
+from the first on that the window of the first of them leaves. All chunks of a step are in one list, the items with the
+most tiles first. An item that has more than twice an equal share of all tiles is cut into pieces of about that share
+("split KV": Dao et al. 2023, "Flash-Decoding"), or the step would take as long as its longest item: 32 tokens behind
+32k are one item for each KV head. A second kernel joins the pieces.
 
 Pure: numpy only.
 """
@@ -67,21 +67,24 @@ class PrefillWork:
 
 
 def prefill_work(
-    chunks: Sequence[ChunkPlace], tokens: int, tile: int, num_heads: int, num_programs: int
+    chunks: Sequence[ChunkPlace], tokens: int, tile: int, num_heads: int, num_programs: int, window: int | None = None
 ) -> PrefillWork:
     """Make the work list for at least one chunk, programs of `tokens` query tokens, and tiles of `tile` context tokens;
-    each item is computed for each of `num_heads` KV heads, `num_programs` programs at a time."""
-    items = np.concatenate([_items_of(chunk, tokens, tile) for chunk in chunks])
-    tiles = items[:, 5]
+    each item is computed for each of `num_heads` KV heads, `num_programs` programs at a time. A query token sees the
+    last `window` tokens up to its own, or all."""
+    items = np.concatenate([_items_of(chunk, tokens, tile, window) for chunk in chunks])
+    tiles = items[:, 5] - items[:, 4]
     least = -(-MIN_PIECE_TOKENS // tile)
     share = max(-(-int(tiles.sum()) * num_heads // num_programs), least)
     joins: list[tuple[int, ...]] = []
     pieces: list[tuple[int, ...]] = []
     for at in np.flatnonzero(tiles > 2 * share).tolist():
-        row, count, position, table, _, end, _, _ = items[at].tolist()
-        # A piece starts where all its rows see a token, so that the tiles at the diagonal are all in the last one.
-        wanted = min(-(-end // share), end // least)
-        cuts = [*sorted({min(end * piece // wanted, position // tile) for piece in range(wanted)}), end]
+        row, count, position, table, begin, end, _, _ = items[at].tolist()
+        # A piece starts where all its rows see a token but for their windows, so that the tiles at the diagonal are all
+        # in the last one.
+        length = end - begin
+        wanted = min(-(-length // share), length // least)
+        cuts = [*sorted({min(begin + length * piece // wanted, position // tile) for piece in range(wanted)}), end]
         joins.append((row, count, len(pieces), len(cuts) - 1))
         for first, last in pairwise(cuts):
             pieces.append((row, count, position, table, first, last, len(pieces), 0))
@@ -97,7 +100,7 @@ def prefill_work(
     )
 
 
-def _items_of(chunk: ChunkPlace, tokens: int, tile: int) -> NDArray[np.int64]:
+def _items_of(chunk: ChunkPlace, tokens: int, tile: int, window: int | None) -> NDArray[np.int64]:
     """The whole items of a chunk, from its last token on, because those have the most tiles."""
     first = np.arange(0, chunk.num_tokens, tokens, dtype=np.int64)[::-1]
     items = np.zeros((len(first), ITEM_FIELDS), dtype=np.int64)
@@ -105,6 +108,8 @@ def _items_of(chunk: ChunkPlace, tokens: int, tile: int) -> NDArray[np.int64]:
     items[:, 1] = np.minimum(tokens, chunk.num_tokens - first)
     items[:, 2] = chunk.start + first
     items[:, 3] = chunk.table
+    if window is not None:
+        items[:, 4] = np.maximum(items[:, 2] + 1 - window, 0) // tile
     items[:, 5] = -(-(items[:, 2] + items[:, 1]) // tile)
     items[:, 6] = WHOLE
     return items

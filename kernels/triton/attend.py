@@ -3,16 +3,41 @@
 The softmax is computed online (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; its use for
 attention tiles: Dao et al. 2022, "FlashAttention"). Scores are kept in base 2, so that `exp2` needs no product.
 
-Slots that no token was written to may hold NaN. They lie behind the context's end, where K and V are loaded as zeros.
+Slots that no token was written to may hold NaN. They lie behind the context's end, or before the window of the first
+token of a tile of rows, where K and V are loaded as zeros.
+
+The parts of an `AttentionForm` but its scale are constants of the compiler: a plain kernel has nothing of them.
 
 Shapes: M rows (query heads of one KV head x tokens), C tokens of a tile, D head dim padded to a power of two.
 """
 
 from __future__ import annotations
 
+import math
+
 import triton.language as tl
 
 from disagg.kernels.triton.jit import jit
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(-1e30)
+"""Score of a row that has seen nothing yet: below all scores, but a number."""
+
+
+@jit
+def first_seen(position: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first token that the one at `position` sees; a WINDOW of 0 leaves all."""
+    if WINDOW:
+        return tl.maximum(position + 1 - WINDOW, 0)
+    return position * 0
+
+
+@jit
+def _are_held(tokens_C: tl.tensor, begin: tl.tensor, length: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """Which tokens there is something to read of."""
+    if WINDOW:
+        return (tokens_C >= begin) & (tokens_C < length)
+    return tokens_C < length
 
 
 @jit
@@ -20,19 +45,22 @@ def _tile_rows(
     table_ptr: tl.tensor,
     tokens_C: tl.tensor,
     first_token: tl.tensor,
+    begin: tl.tensor,
     length: tl.tensor,
     block_stride: tl.tensor,
     TILE: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tl.tensor:
     """Start of the tokens' rows in the cache of one head, in elements (int64: caches pass 2**31 elements)."""
     if KV_BLOCK % TILE == 0:
         block = tl.load(table_ptr + first_token // KV_BLOCK).to(tl.int64)
         return block * block_stride + (first_token % KV_BLOCK + tl.arange(0, TILE)) * DIM
     if MASKED:
-        blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK, mask=tokens_C < length, other=0).to(tl.int64)
+        held_C = _are_held(tokens_C, begin, length, WINDOW)
+        blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK, mask=held_C, other=0).to(tl.int64)
     else:
         blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK).to(tl.int64)
     return blocks_C * block_stride + (tokens_C % KV_BLOCK) * DIM
@@ -50,13 +78,26 @@ def _add_tile(
     tokens_C: tl.tensor,
     score_scale: tl.tensor,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the online softmax; an fp8 tile becomes the dtype of q here."""
     scores_MC = tl.dot(q_MD, tl.trans(k_CD.to(q_MD.dtype)), input_precision="ieee")
+    if SOFT_CAP:
+        # cap * log2(e) * tanh(x / cap), where `score_scale` has log2(e) in it: e^(2x / cap) is 2^(2 score / cap).
+        power_MC = tl.exp2(scores_MC * (score_scale * (2.0 / SOFT_CAP)))
+        scores_MC = (SOFT_CAP * LOG2_E) * (1.0 - 2.0 / (power_MC + 1.0))
     if MASKED:
-        scores_MC = tl.where(tokens_C[None, :] < limit_M[:, None], scores_MC, float("-inf"))
-    new_top_M = tl.maximum(top_M, tl.max(scores_MC, 1) * score_scale)
-    weights_MC = tl.exp2(scores_MC * score_scale - new_top_M[:, None])
+        visible_MC = tokens_C[None, :] < limit_M[:, None]
+        if WINDOW:
+            visible_MC = visible_MC & (tokens_C[None, :] >= limit_M[:, None] - WINDOW)
+        scores_MC = tl.where(visible_MC, scores_MC, float("-inf"))
+    if SOFT_CAP:
+        new_top_M = tl.maximum(top_M, tl.max(scores_MC, 1))
+        weights_MC = tl.exp2(scores_MC - new_top_M[:, None])
+    else:
+        new_top_M = tl.maximum(top_M, tl.max(scores_MC, 1) * score_scale)
+        weights_MC = tl.exp2(scores_MC * score_scale - new_top_M[:, None])
     shrink_M = tl.exp2(top_M - new_top_M)
     mass_M = mass_M * shrink_M + tl.sum(weights_MC, 1)
     sums_MD *= shrink_M[:, None]
@@ -65,10 +106,25 @@ def _add_tile(
 
 
 @jit
-def nothing_yet(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(sums, mass, top) of rows that have attended to nothing."""
+def nothing_yet(
+    ROWS: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOW: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(sums, mass, top) of rows that have attended to nothing. With a WINDOW the top is a number, since a row may see
+    nothing of the first tiles."""
     sums_MD = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    return sums_MD, tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+    top = LOWEST if WINDOW else float("-inf")
+    return sums_MD, tl.zeros([ROWS], tl.float32), tl.full([ROWS], top, tl.float32)
+
+
+@jit
+def with_sinks(
+    sums_MD: tl.tensor, mass_M: tl.tensor, top_M: tl.tensor, sinks_ptr: tl.tensor, heads_M: tl.tensor, held_M: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """(sums, mass) with the sinks of the rows' heads, once all tiles were added."""
+    sinks_M = tl.load(sinks_ptr + heads_M, mask=held_M, other=0.0) * LOG2_E
+    new_top_M = tl.maximum(top_M, sinks_M)
+    shrink_M = tl.exp2(top_M - new_top_M)
+    return sums_MD * shrink_M[:, None], mass_M * shrink_M + tl.exp2(sinks_M - new_top_M)
 
 
 @jit
@@ -80,6 +136,7 @@ def attend(
     limit_M: tl.tensor,
     first_tile: tl.tensor,
     end_tile: tl.tensor,
+    begin: tl.tensor,
     length: tl.tensor,
     table_ptr: tl.tensor,
     key_ptr: tl.tensor,
@@ -91,20 +148,25 @@ def attend(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add tiles [first_tile, end_tile) to the running (weighted sums of V, sum of weights, largest score).
 
     `score_scale` is positive and has log2(e) in it; `table_ptr` is at the sequence's table, the cache pointers at the
-    head. With MASKED a row sees only tokens < its limit, and nothing is read at or behind `length`; without it all
-    tiles must be full and visible to all rows. Every row must see a token of the first tile it is ever given.
+    head. With MASKED a row sees only tokens < its limit, with a WINDOW the last of these, and nothing is read at or
+    behind `length`, nor before `begin` with a WINDOW; without MASKED all tiles must be full and visible to all rows.
+    Without a WINDOW every row must see a token of the first tile it is ever given.
     """
     dims_D = tl.arange(0, DIM_PADDED)
     for tile in range(first_tile, end_tile):
         tokens_C = tile * TILE + tl.arange(0, TILE)
-        rows_C = _tile_rows(table_ptr, tokens_C, tile * TILE, length, block_stride, TILE, KV_BLOCK, DIM, MASKED)
+        rows_C = _tile_rows(
+            table_ptr, tokens_C, tile * TILE, begin, length, block_stride, TILE, KV_BLOCK, DIM, MASKED, WINDOW
+        )
         at_CD = rows_C[:, None] + dims_D[None, :]
         if MASKED:
-            held_CD = (tokens_C < length)[:, None] & (dims_D < DIM)[None, :]
+            held_CD = _are_held(tokens_C, begin, length, WINDOW)[:, None] & (dims_D < DIM)[None, :]
             k_CD = tl.load(key_ptr + at_CD, mask=held_CD, other=0.0)
             v_CD = tl.load(value_ptr + at_CD, mask=held_CD, other=0.0)
         elif DIM_PADDED != DIM:
@@ -114,7 +176,7 @@ def attend(
             k_CD = tl.load(key_ptr + at_CD)
             v_CD = tl.load(value_ptr + at_CD)
         sums_MD, mass_M, top_M = _add_tile(
-            q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, limit_M, tokens_C, score_scale, MASKED
+            q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, limit_M, tokens_C, score_scale, MASKED, WINDOW, SOFT_CAP
         )
     return sums_MD, mass_M, top_M
 
@@ -135,6 +197,7 @@ def attend_boxes(
     score_scale: tl.tensor,
     TILE: tl.constexpr,
     KV_BLOCK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """`attend` without MASKED, each tile fetched by the copy engine as one box of one block.
 
@@ -146,7 +209,9 @@ def attend_boxes(
         row = tl.load(table_ptr + token // KV_BLOCK) * rows_per_block + head * KV_BLOCK + token % KV_BLOCK
         k_CD = key_boxes.load([row, 0])
         v_CD = value_boxes.load([row, 0])
-        sums_MD, mass_M, top_M = _add_tile(q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, top_M, token, score_scale, False)
+        sums_MD, mass_M, top_M = _add_tile(
+            q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, top_M, token, score_scale, False, 0, SOFT_CAP
+        )
     return sums_MD, mass_M, top_M
 
 

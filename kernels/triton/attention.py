@@ -67,8 +67,12 @@ def reads(q_TND: Tensor, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor, table
         and N % K == 0
         and N // K <= MAX_GROUP
         and form.scale > 0.0
-        and form.is_plain
+        and _takes_sinks(form.sinks_N, N)
     )
+
+
+def _takes_sinks(sinks_N: Tensor | None, N: int) -> bool:
+    return sinks_N is None or (sinks_N.dtype == torch.float32 and sinks_N.shape == (N,) and sinks_N.is_contiguous())
 
 
 def _are_int32(*vectors: Tensor) -> bool:
@@ -126,12 +130,13 @@ def paged_decode_attention(
         score_scale,
         value_scale,
         shape,
+        form,
         out_SND,
     )
 
 
-def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
-    """Make the work list of a step with at least one chunk."""
+def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec, window: int | None = None) -> PrefillWork:
+    """Make the work list of a step with at least one chunk, for layers with this window."""
     shape = _prefill_shape(
         getattr(torch, spec.dtype),
         getattr(torch, spec.kv_dtype),
@@ -141,7 +146,7 @@ def plan_prefills(chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillW
     )
     num_programs = shape.programs_at_once * _num_multiprocessors(torch.device(spec.device))
     tokens = shape.rows // (spec.num_heads // spec.num_kv_heads)
-    return prefill_work(chunks, tokens, shape.tile, spec.num_kv_heads, num_programs)
+    return prefill_work(chunks, tokens, shape.tile, spec.num_kv_heads, num_programs, window)
 
 
 def paged_prefill_attention(
@@ -155,7 +160,7 @@ def paged_prefill_attention(
     value_scale: float = 1.0,
 ) -> Tensor | None:
     """Causal attention of the prompts of a step, whose KV is already written. Writes their rows of `out`, and returns
-    it."""
+    it. The work was planned for the form's window."""
     tables, work = planned.block_tables, planned.work
     if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, form) or not can_hold(out_TND, q_TND):
         return None
@@ -172,5 +177,6 @@ def paged_prefill_attention(
         _score_scale(form.scale, key_scale),
         value_scale,
         shape,
+        form,
         out_TND,
     )

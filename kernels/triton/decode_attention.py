@@ -6,6 +6,8 @@ program reads the same number of bytes whatever the lengths are, and the grid de
 batch: a CUDA graph can be replayed with other ones. A program computes from the lengths where its run begins. An item
 that lies in one run is written at once. The others are left in pieces, which a second kernel joins.
 
+With a window an item has the tiles from the one on that holds the first token which the query sees.
+
 A program has at most two pieces: of the item that began before its run (piece 0), and of the one that begins in it and
 goes on behind it (piece 1). They hold unnormalised fp32 sums, the sum of weights and the largest score.
 
@@ -23,19 +25,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from disagg.kernels.ops import AttentionForm
 from disagg.kernels.settings.triton_shapes import DecodeChange
-from disagg.kernels.triton.attend import attend, nothing_yet, write_rows
+from disagg.kernels.triton.attend import LOG2_E, attend, first_seen, nothing_yet, with_sinks, write_rows
 from disagg.kernels.triton.jit import jit
 
 AS_BUILT_IN = DecodeChange()
 
 
 @jit
-def _tiles(lens_ptr: tl.tensor, num_sequences: tl.tensor, TILE: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
+def _num_tiles(length: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Tiles of a context of this length."""
+    if WINDOW:
+        return (length + TILE - 1) // TILE - first_seen(length - 1, WINDOW) // TILE
+    return (length + TILE - 1) // TILE
+
+
+@jit
+def _tiles(
+    lens_ptr: tl.tensor, num_sequences: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr
+) -> tl.tensor:
     """Tiles of each sequence's context, for one KV head; 0 behind the last sequence."""
     sequences_S = tl.arange(0, PADDED)
     lens_S = tl.load(lens_ptr + sequences_S, mask=sequences_S < num_sequences, other=0)
-    return (lens_S + TILE - 1) // TILE
+    return _num_tiles(lens_S, TILE, WINDOW)
 
 
 @jit
@@ -44,11 +57,12 @@ def _run(
     num_sequences: tl.tensor,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     SEQUENCES_PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The tiles of the row that this program takes, and the sequence, head and first tile of the item that they begin
     in. No tiles (position >= end) for a program behind the last tile."""
-    tiles_S = _tiles(lens_ptr, num_sequences, TILE, SEQUENCES_PADDED)
+    tiles_S = _tiles(lens_ptr, num_sequences, TILE, WINDOW, SEQUENCES_PADDED)
     ends_S = tl.cumsum(tiles_S, 0) * HEADS
     total = tl.sum(tiles_S, 0) * HEADS
     run = tl.cdiv(total, tl.num_programs(0))
@@ -56,7 +70,7 @@ def _run(
     end = tl.minimum(position + run, total)
     sequence = tl.sum((ends_S <= position).to(tl.int32), 0)
     item = tl.sum(tl.where(ends_S <= position, tiles_S, 0), 0) * HEADS
-    num_tiles = tl.cdiv(tl.load(lens_ptr + sequence, mask=position < end, other=1), TILE)
+    num_tiles = _num_tiles(tl.load(lens_ptr + sequence, mask=position < end, other=1), TILE, WINDOW)
     head = (position - item) // num_tiles
     return position, end, sequence, head, item + head * num_tiles
 
@@ -90,6 +104,7 @@ def _decode_kernel(
     value_ptr: tl.tensor,
     tables_ptr: tl.tensor,
     lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     stats_ptr: tl.tensor,
@@ -107,14 +122,16 @@ def _decode_kernel(
     KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ) -> None:
-    position, end, sequence, head, item = _run(lens_ptr, num_sequences, HEADS, TILE, SEQUENCES_PADDED)
+    position, end, sequence, head, item = _run(lens_ptr, num_sequences, HEADS, TILE, WINDOW, SEQUENCES_PADDED)
     rows_M = tl.arange(0, ROWS)
     dims_D = tl.arange(0, DIM_PADDED)
     held_MD = (rows_M < GROUP)[:, None] & (dims_D < DIM)[None, :]
     while position < end:
         length = tl.load(lens_ptr + sequence)
-        num_tiles = tl.cdiv(length, TILE)
+        num_tiles = _num_tiles(length, TILE, WINDOW)
         first = position - item
         last = tl.minimum(end - item, num_tiles)
         if first < last:
@@ -124,12 +141,21 @@ def _decode_kernel(
             limit_M = tl.zeros([ROWS], tl.int32) + length
             table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
             at_head = head * KV_BLOCK * DIM
-            cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-            state = nothing_yet(ROWS, DIM_PADDED)
-            state = attend(q_MD, *state, limit_M, first, last, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True)
+            begin = first_seen(length - 1, WINDOW)
+            cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+            sizes = (TILE, KV_BLOCK, DIM, DIM_PADDED)
+            state = nothing_yet(ROWS, DIM_PADDED, WINDOW)
+            if WINDOW:
+                tiles = (first + begin // TILE, last + begin // TILE)
+                state = attend(q_MD, *state, limit_M, *tiles, *cache, *sizes, True, WINDOW, SOFT_CAP)
+            else:
+                state = attend(q_MD, *state, limit_M, first, last, *cache, *sizes, True, WINDOW, SOFT_CAP)
             if (first == 0) & (last == num_tiles):
                 at_MD += sequence * HEADS * GROUP * DIM
-                write_rows(out_ptr, at_MD, held_MD, state[0], state[1], value_scale)
+                sums_MD, mass_M = state[0], state[1]
+                if sinks_ptr is not None:
+                    sums_MD, mass_M = with_sinks(*state, sinks_ptr, heads_M, rows_M < GROUP)
+                write_rows(out_ptr, at_MD, held_MD, sums_MD, mass_M, value_scale)
             else:
                 piece = tl.program_id(0) * 2 + (first == 0).to(tl.int32)
                 _keep_piece(sums_ptr, stats_ptr, piece, held_MD, *state, GROUP, ROWS, DIM, DIM_PADDED)
@@ -144,6 +170,7 @@ def _decode_kernel(
 @partial(jit, do_not_specialize=["num_sequences"])
 def _join_kernel(
     lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     stats_ptr: tl.tensor,
@@ -156,14 +183,15 @@ def _join_kernel(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> None:
     """A program per (item, query head): join its pieces; zeros for no context; nothing if one program had it all."""
     sequence = tl.program_id(0) // HEADS
-    tiles_S = _tiles(lens_ptr, num_sequences, TILE, SEQUENCES_PADDED)
+    tiles_S = _tiles(lens_ptr, num_sequences, TILE, WINDOW, SEQUENCES_PADDED)
     run = tl.maximum(tl.cdiv(tl.sum(tiles_S, 0) * HEADS, PROGRAMS), 1)
     before = tl.sum(tl.where(tl.arange(0, SEQUENCES_PADDED) < sequence, tiles_S, 0), 0) * HEADS
-    num_tiles = tl.cdiv(tl.load(lens_ptr + sequence), TILE)
+    num_tiles = _num_tiles(tl.load(lens_ptr + sequence), TILE, WINDOW)
     item = before + (tl.program_id(0) % HEADS) * num_tiles
     first_program = item // run
     num_pieces = tl.cdiv(item + num_tiles, run) - first_program
@@ -190,6 +218,11 @@ def _join_kernel(
         mass = mass * shrink + tl.sum(mass_W * weight_W, 0)
         sums_D = sums_D * shrink + tl.sum(sums_WD * weight_W[:, None], 0)
         top = new_top
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + (tl.program_id(0) % HEADS) * GROUP + tl.program_id(1)) * LOG2_E
+        new_top = tl.maximum(top, sink)
+        mass = mass * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        sums_D *= tl.exp2(top - new_top)
     share = value_scale / tl.where(mass > 0.0, mass, 1.0)
     out_row = tl.program_id(0) * GROUP + tl.program_id(1)
     tl.store(out_ptr + out_row * DIM + dims_D, (sums_D * share).to(out_ptr.dtype.element_ty), mask=dims_D < DIM)
@@ -246,9 +279,11 @@ def decode_attention(
     score_scale: float,
     value_scale: float,
     shape: DecodeShape,
+    form: AttentionForm,
     out_SND: Tensor | None = None,
 ) -> Tensor:
-    """Compute [S, N, D] from arguments that `attention` has checked; `score_scale` includes log2(e)."""
+    """Compute [S, N, D] from arguments that `attention` has checked; `score_scale` is the form's, with log2(e) and what
+    the keys are stored with in it."""
     (S, N, D), (_, K, block_size, _) = q_SND.shape, key_cache_NKBD.shape
     group = N // K
     out_SND = torch.empty((S, N, D), dtype=q_SND.dtype, device=q_SND.device) if out_SND is None else out_SND
@@ -260,6 +295,7 @@ def decode_attention(
         "TILE": shape.tile,
         "DIM": D,
         "DIM_PADDED": triton.next_power_of_2(D),
+        "WINDOW": form.window or 0,
     }
     _decode_kernel[(shape.num_programs,)](
         q_SND,
@@ -267,6 +303,7 @@ def decode_attention(
         value_cache_NKBD,
         block_tables_SM,
         context_lens_S,
+        form.sinks_N,
         out_SND,
         sums,
         stats,
@@ -278,6 +315,7 @@ def decode_attention(
         value_scale,
         ROWS=max(16, triton.next_power_of_2(group)),
         KV_BLOCK=block_size,
+        SOFT_CAP=form.soft_cap or 0.0,
         **common,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -286,6 +324,7 @@ def decode_attention(
     pieces = _pieces_at_once(triton.next_power_of_2(S) * K, shape.num_programs)
     _join_kernel[(S * K, group)](
         context_lens_S,
+        form.sinks_N,
         out_SND,
         sums,
         stats,

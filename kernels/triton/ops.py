@@ -10,7 +10,7 @@ torch's (cuBLAS): no kernel here multiplies matrices but attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -159,9 +159,9 @@ class TritonOps(Ops):
             q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, context_lens_S, form, out_SND=out_SND
         )
 
-    def plan_prefills(self, chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> PrefillWork:
-        """Make the work list of a step for `paged_prefill_attention`."""
-        return attention.plan_prefills(chunks, spec)
+    def plan_prefills(self, chunks: Sequence[ChunkPlace], spec: AttentionSpec) -> Mapping[int | None, PrefillWork]:
+        """Make the work lists of a step for `paged_prefill_attention`, by window."""
+        return {window: attention.plan_prefills(chunks, spec, window) for window in spec.windows}
 
     @override
     def paged_prefill_attention(
@@ -174,7 +174,7 @@ class TritonOps(Ops):
         out_TND: Tensor,
     ) -> Tensor | None:
         """Takes one launch for all chunks, and one more where contexts are split."""
-        planned = prefills.planned
+        planned = prefills.planned.get(form.window)
         if planned is None or not _runs(
             q_TND, key_cache_NKBD, value_cache_NKBD, planned.numbers, planned.block_tables, out_TND
         ):

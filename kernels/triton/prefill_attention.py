@@ -1,10 +1,11 @@
 """Attention of the chunks of several prompts over their paged contexts, causal with an offset, in one launch.
 
 The query tokens of a chunk are the last ones of its context: those before them (a cached prefix, earlier chunks) are
-seen by all of them. A program has an item of the step's list (`prefill_work`): a tile of rows, which are tokens x the
-query heads of one KV head, so that K and V are read once for the whole group. Tiles of the context that all rows see
-need no mask and come first; those at the diagonal follow. An item that is cut leaves unnormalised fp32 sums, the sum of
-weights and the largest score of each piece, which a second kernel joins.
+seen by all of them, but for their windows. A program has an item of the step's list (`prefill_work`): a tile of rows,
+which are tokens x the query heads of one KV head, so that K and V are read once for the whole group. Tiles of the
+context that all rows see need no mask and come first, behind those in which windows begin; those at the diagonal
+follow. An item that is cut leaves unnormalised fp32 sums, the sum of weights and the largest score of each piece, which
+a second kernel joins.
 
 Where a block of the cache holds whole tiles, the tiles without a mask are fetched by the copy engine (TMA), as boxes.
 That leaves registers for a tile of 128 rows on four warps, so that two programs fit on a multiprocessor: one has its
@@ -23,9 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from disagg.kernels.ops import AttentionForm
 from disagg.kernels.prefill_work import ITEM_FIELDS, JOIN_FIELDS, PrefillWork
 from disagg.kernels.settings.triton_shapes import PrefillChange
-from disagg.kernels.triton.attend import attend, attend_boxes, nothing_yet, write_rows
+from disagg.kernels.triton.attend import attend, attend_boxes, first_seen, nothing_yet, with_sinks, write_rows
 from disagg.kernels.triton.jit import jit
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -44,6 +46,7 @@ def _prefill_kernel(
     value_boxes: tl.tensor,
     tables_ptr: tl.tensor,
     items_ptr: tl.tensor,
+    sinks_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     stats_ptr: tl.tensor,
@@ -60,6 +63,8 @@ def _prefill_kernel(
     KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ) -> None:
     head = tl.program_id(1)
     item_ptr = items_ptr + tl.program_id(0) * _ITEM_FIELDS
@@ -77,16 +82,27 @@ def _prefill_kernel(
     at_head = head * KV_BLOCK * DIM
     num_full_tiles = tl.maximum(tl.minimum((position + 1) // TILE, end_tile), first_tile)
 
-    state = nothing_yet(ROWS, DIM_PADDED)
+    state = nothing_yet(ROWS, DIM_PADDED, WINDOW)
+    if WINDOW:
+        # Tiles before which some window begins.
+        length = position + num_tokens
+        limit_M = tl.minimum(position + tokens_M + 1, length)
+        cut_tile = (first_seen(length - 1, WINDOW) + TILE - 1) // TILE
+        cut_tile = tl.minimum(tl.maximum(cut_tile, first_tile), num_full_tiles)
+        begin = first_seen(position, WINDOW)
+        cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+        sizes = (TILE, KV_BLOCK, DIM, DIM_PADDED)
+        state = attend(q_MD, *state, limit_M, first_tile, cut_tile, *cache, *sizes, True, WINDOW, SOFT_CAP)
+        first_tile = cut_tile
     if BOXES:
         boxes = (table_ptr, key_boxes, value_boxes, head, rows_per_block)
-        state = attend_boxes(q_MD, *state, first_tile, num_full_tiles, *boxes, score_scale, TILE, KV_BLOCK)
+        state = attend_boxes(q_MD, *state, first_tile, num_full_tiles, *boxes, score_scale, TILE, KV_BLOCK, SOFT_CAP)
     else:
         length = position + num_tokens
         limit_M = tl.minimum(position + tokens_M + 1, length)
-        cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-        full = (first_tile, num_full_tiles)
-        state = attend(q_MD, *state, limit_M, *full, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False)
+        cache = (0, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+        full, sizes = (first_tile, num_full_tiles), (TILE, KV_BLOCK, DIM, DIM_PADDED)
+        state = attend(q_MD, *state, limit_M, *full, *cache, *sizes, False, WINDOW, SOFT_CAP)
 
     # The item is read again, as volatile, or what is needed from here on would take registers of the loop above.
     row, num_tokens = tl.load(item_ptr, volatile=True), tl.load(item_ptr + 1, volatile=True)
@@ -96,13 +112,18 @@ def _prefill_kernel(
     num_full_tiles = tl.maximum(tl.minimum((position + 1) // TILE, end_tile), first_tile)
     length = position + num_tokens
     limit_M = tl.minimum(position + tokens_M + 1, length)
-    cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-    state = attend(q_MD, *state, limit_M, num_full_tiles, end_tile, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True)
+    begin = first_seen(position, WINDOW)
+    cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+    sizes = (TILE, KV_BLOCK, DIM, DIM_PADDED)
+    state = attend(q_MD, *state, limit_M, num_full_tiles, end_tile, *cache, *sizes, True, WINDOW, SOFT_CAP)
     held_M = tokens_M < num_tokens
     held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     if piece < 0:
         out_at_M = ((row + tokens_M).to(tl.int64) * HEADS * GROUP + heads_M) * DIM
-        write_rows(out_ptr, out_at_M[:, None] + dims_D[None, :], held_MD, state[0], state[1], value_scale)
+        sums_MD, mass_M = state[0], state[1]
+        if sinks_ptr is not None:
+            sums_MD, mass_M = with_sinks(*state, sinks_ptr, heads_M, held_M)
+        write_rows(out_ptr, out_at_M[:, None] + dims_D[None, :], held_MD, sums_MD, mass_M, value_scale)
     else:
         kept_M = (piece * HEADS + head) * ROWS + rows_M
         tl.store(sums_ptr + kept_M[:, None] * DIM + dims_D[None, :], state[0], mask=held_MD)
@@ -113,6 +134,7 @@ def _prefill_kernel(
 @jit
 def _join_prefill_kernel(
     joins_ptr: tl.tensor,
+    sinks_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     stats_ptr: tl.tensor,
@@ -147,6 +169,8 @@ def _join_prefill_kernel(
         mass_M = mass_M * shrink_M + piece_mass_M * weight_M
         sums_MD = sums_MD * shrink_M[:, None] + piece_MD * weight_M[:, None]
         top_M = new_top_M
+    if sinks_ptr is not None:
+        sums_MD, mass_M = with_sinks(sums_MD, mass_M, top_M, sinks_ptr, head * GROUP + rows_M % GROUP, held_M)
     out_at_M = ((row + tokens_M).to(tl.int64) * HEADS + head) * GROUP + rows_M % GROUP
     write_rows(out_ptr, out_at_M[:, None] * DIM + dims_D[None, :], held_MD, sums_MD, mass_M, value_scale)
 
@@ -222,10 +246,12 @@ def prefill_attention(
     score_scale: float,
     value_scale: float,
     shape: PrefillShape,
+    form: AttentionForm,
     out_TND: Tensor,
 ) -> Tensor:
-    """Write the rows of the items, and return `out`. `attention` has checked the arguments; `score_scale` includes
-    log2(e). Items and joins are those of `work`, which was made for this shape, `tables` what they point into."""
+    """Write the rows of the items, and return `out`. `attention` has checked the arguments; `score_scale` is the
+    form's, with log2(e) and what the keys are stored with in it. Items and joins are those of `work`, which was made
+    for this shape and the form's window, `tables` what they point into."""
     (_, N, D), (_, K, block_size, _) = q_TND.shape, key_cache_NKBD.shape
     num_pieces = work.num_pieces
     sums = stats = out_TND.new_empty(0, dtype=torch.float32)
@@ -246,6 +272,7 @@ def prefill_attention(
         _boxes(value_cache_NKBD, shape.tile) if shape.boxes else None,
         tables,
         items,
+        form.sinks_N,
         out_TND,
         sums,
         stats,
@@ -258,6 +285,8 @@ def prefill_attention(
         ROWS=shape.rows,
         TILE=shape.tile,
         KV_BLOCK=block_size,
+        WINDOW=form.window or 0,
+        SOFT_CAP=form.soft_cap or 0.0,
         **common,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -265,6 +294,15 @@ def prefill_attention(
     if num_pieces:
         grid = (work.num_joins, K, triton.cdiv(shape.rows, _JOINED_ROWS))
         _join_prefill_kernel[grid](
-            joins, out_TND, sums, stats, value_scale, shape.rows, JOINED=_JOINED_ROWS, **common, num_warps=4
+            joins,
+            form.sinks_N,
+            out_TND,
+            sums,
+            stats,
+            value_scale,
+            shape.rows,
+            JOINED=_JOINED_ROWS,
+            **common,
+            num_warps=4,
         )
     return out_TND

@@ -27,7 +27,7 @@ def _constants(
 ) -> dict[str, int | float | bool | str | None]:
     padded = triton.next_power_of_2(dim)
     sizes = {"HEADS": 8, "GROUP": group, "ROWS": rows, "TILE": tile, "KV_BLOCK": block_size}
-    return sizes | {"DIM": dim, "DIM_PADDED": padded}
+    return sizes | {"DIM": dim, "DIM_PADDED": padded, "WINDOW": 0, "SOFT_CAP": 0.0, "sinks_ptr": None}
 
 
 def decode_case(
@@ -55,7 +55,7 @@ def join_case() -> Case:
         module="disagg.kernels.triton.decode_attention",
         kernel="_join_kernel",
         types=types | {"num_sequences": "i32", "value_scale": "fp32"},
-        constants={name: sizes[name] for name in ("HEADS", "GROUP", "TILE", "DIM", "DIM_PADDED")}
+        constants={name: sizes[name] for name in ("HEADS", "GROUP", "TILE", "DIM", "DIM_PADDED", "WINDOW", "sinks_ptr")}
         | {"PROGRAMS": 264, "SEQUENCES_PADDED": 1, "PIECES": 64},
     )
 
@@ -90,5 +90,5 @@ def join_prefill_case() -> Case:
         kernel="_join_prefill_kernel",
         types={"joins_ptr": "*i32", "out_ptr": "*bf16", "sums_ptr": "*fp32", "stats_ptr": "*fp32"}
         | {"value_scale": "fp32", "piece_rows": "i32:16"},
-        constants={name: sizes[name] for name in ("HEADS", "GROUP", "DIM", "DIM_PADDED")} | {"JOINED": 16},
+        constants={name: sizes[name] for name in ("HEADS", "GROUP", "DIM", "DIM_PADDED", "sinks_ptr")} | {"JOINED": 16},
     )

@@ -87,8 +87,10 @@ class PagedCase:
         tables = self.tables_SM[: len(chunks)]
         return prompts(*((table_M, *chunk) for table_M, chunk in zip(tables, chunks, strict=True)), first_row=first_row)
 
-    def planned(self, prefills: Prefills, plan: Callable[[list[ChunkPlace], AttentionSpec], PrefillWork]) -> Prefills:
-        """The same, planned, with tables that end in entries that must not be read."""
+    def planned(
+        self, prefills: Prefills, plan: Callable[[list[ChunkPlace], AttentionSpec, int | None], PrefillWork]
+    ) -> PlannedPrefills:
+        """Their plan, with tables that end in entries that must not be read."""
         tables, places, first = [], [], 0
         for chunk, table_M in zip(prefills.chunks, self.poisoned_tables_SM, strict=False):
             places.append(ChunkPlace(chunk.rows.start, chunk.rows.stop - chunk.rows.start, chunk.start, first))
@@ -105,6 +107,6 @@ class PagedCase:
             block_size=block_size,
             scale=self.form.scale,
         )
-        work = plan(places, spec)
+        work = plan(places, spec, self.form.window)
         numbers = torch.from_numpy(work.numbers).to(self.device)
-        return Prefills(prefills.chunks, PlannedPrefills(work, numbers, torch.cat(tables)))
+        return PlannedPrefills(work, numbers, torch.cat(tables))

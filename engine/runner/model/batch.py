@@ -57,11 +57,10 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
     if arrays.sample_rows is not None:
         parts.append(arrays.sample_rows)
     places = _places(arrays)
-    work = attention.work(places) if places else None
+    works = attention.works(places) if places else {}
     if places:
         parts.append(np.concatenate([chunk.block_table_M for chunk in arrays.prefills]))
-    if work is not None:
-        parts.append(work.numbers)
+    parts.extend(work.numbers for work in works.values())
     tensors = iter(_on_device(parts, torch.device(attention.spec.device)))
     ids_T, positions_T, slots_T, tables_SM, lens_S = (next(tensors) for _ in range(5))
     sample_rows = None if arrays.sample_rows is None else next(tensors)
@@ -76,7 +75,8 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
             )
             for place, chunk in zip(places, arrays.prefills, strict=True)
         )
-        prefills = Prefills(chunks, None if work is None else PlannedPrefills(work, next(tensors), tables))
+        planned = {window: PlannedPrefills(work, next(tensors), tables) for window, work in works.items()}
+        prefills = Prefills(chunks, planned)
     return Batch(
         token_ids_T=ids_T,
         positions_T=positions_T,

@@ -20,7 +20,7 @@ from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import attention as providers
 from disagg.kernels.attention import OwnKernels
 from disagg.kernels.ops import AttentionSpec
-from disagg.kernels.triton import attention
+from disagg.kernels.triton.ops import TritonOps
 from tests.support.stepping import (
     assert_logits_close,
     chunk,
@@ -241,7 +241,7 @@ def test_a_batch_with_prompts_crosses_to_a_device_as_one_copy() -> None:
 def test_the_copy_has_the_list_of_work_and_every_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU in place of the device."""
     monkeypatch.setattr(batch_module, "_on_device", batch_module.copied_at_once)
-    monkeypatch.setattr(providers, "plan_prefills", attention.plan_prefills)
+    monkeypatch.setattr(providers, "plan_prefills", TritonOps().plan_prefills)
     sequences = [make_sequence(list(range(30, 40)), [8, 6, 4]), make_sequence([50, 51, 52], [7])]
     plan = StepPlan(
         decodes=(last_token(sequences[0]),), prefills=(chunk(sequences[0], 2, 6), chunk(sequences[1], 0, 2))
@@ -249,8 +249,7 @@ def test_the_copy_has_the_list_of_work_and_every_array(monkeypatch: pytest.Monke
     arrays = BatchBuilder(4, max_model_len=40).arrays(plan)
     found = to_batch(arrays, OwnKernels(SPEC))
     assert found.prefills is not None
-    planned = found.prefills.planned
-    assert planned is not None
+    (planned,) = found.prefills.planned.values()
     assert planned.numbers.tolist() == planned.work.numbers.tolist()
     assert planned.block_tables.tolist() == [8, 6, 7]
     assert [part.block_table_M.tolist() for part in found.prefills.chunks] == [[8, 6], [7]]

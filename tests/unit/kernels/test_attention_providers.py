@@ -21,7 +21,7 @@ from disagg.kernels import attention, attention_choice
 from disagg.kernels.attention import FlashInfer, OwnKernels, prompts
 from disagg.kernels.attention_choice import Choice, ProviderError, choose
 from disagg.kernels.ops import AttentionForm, AttentionSpec
-from disagg.kernels.triton import attention as triton_attention
+from disagg.kernels.triton.ops import TritonOps
 from disagg.proto.errors import ConfigError
 from tests.support import flashinfer_played
 from tests.support.stepping import chunk, last_token, make_runner, make_sequence, prefill
@@ -118,14 +118,13 @@ def test_flashinfer_computes_the_chunks_of_a_step_together(played: Path) -> None
 
 
 def test_only_our_own_kernels_have_a_list_of_work(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "plan_prefills", triton_attention.plan_prefills)
+    monkeypatch.setattr(attention, "plan_prefills", TritonOps().plan_prefills)
     chunks = ((torch.tensor([4, 2], dtype=torch.int32), 0, 20), (torch.tensor([7], dtype=torch.int32), 9, 3))
-    planned = prompts(OwnKernels.of(CPU), *chunks, first_row=1).planned
-    assert planned is not None
+    planned = prompts(OwnKernels.of(CPU), *chunks, first_row=1).planned[None]
     assert planned.numbers.tolist() == planned.work.numbers.tolist()
     assert sorted(planned.work.items[:, [0, 1, 2, 3]].tolist())[-1] == [21, 3, 9, 2]
     assert planned.block_tables.tolist() == [4, 2, 7]
-    assert prompts(FlashInfer.of(CPU), *chunks, first_row=1).planned is None
+    assert prompts(FlashInfer.of(CPU), *chunks, first_row=1).planned == {}
 
 
 def test_a_model_computes_the_same_by_each(

@@ -135,7 +135,7 @@ def test_without_a_compiler_everything_works_and_a_warning_says_why(
         block_size=16,
         scale=0.25,
     )
-    assert dispatch.plan_prefills([ChunkPlace(0, 2, 3, 0)], spec) is None
+    assert dispatch.plan_prefills([ChunkPlace(0, 2, 3, 0)], spec) == {}
     dispatch.paged_prefill_attention(q, keys, values, prefills, form, out[1])
     assert torch.equal(out[0], reference.paged_decode_attention(*args))
     expected = torch.empty_like(out[1])

@@ -34,6 +34,25 @@ def test_items_of_all_chunks_in_one_list_the_longest_first() -> None:
     assert work.joins.shape == (0, 4)
 
 
+def test_an_item_begins_with_the_window_of_its_first_token() -> None:
+    work = prefill_work([ChunkPlace(5, 70, 0, 0), ChunkPlace(75, 3, 300, 100)], 32, 64, 8, HOPPER, window=40)
+    assert work.items.tolist() == [
+        [69, 6, 64, 0, 0, 2, WHOLE, 0],
+        [37, 32, 32, 0, 0, 1, WHOLE, 0],
+        [5, 32, 0, 0, 0, 1, WHOLE, 0],
+        [75, 3, 300, 100, 4, 5, WHOLE, 0],
+    ]
+
+
+def test_the_tiles_of_a_window_are_shared_out() -> None:
+    """32 tokens behind 32k that see 16k: 257 tiles."""
+    work = prefill_work([ChunkPlace(5, 32, 32768, 0)], 32, 64, 8, HOPPER, window=1 << 14)
+    items = work.items[np.argsort(work.items[:, 6])]
+    assert items[:, 4].tolist() == [256 + 257 * piece // 32 for piece in range(32)]
+    assert items[:, 5].tolist() == [*items[1:, 4].tolist(), 513]
+    assert work.joins.tolist() == [[5, 32, 0, 32]]
+
+
 def test_a_suffix_behind_a_long_prefix_fills_the_device() -> None:
     """32 tokens behind 32k: 513 tiles for each of 8 heads, 16 tiles a program."""
     work = work_of((32768, 32))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import prefill_work, reference
-from disagg.kernels.ops import AttentionSpec, PlannedPrefills
+from disagg.kernels.ops import AttentionForm, AttentionSpec, PlannedPrefills
 from disagg.kernels.triton import attention
 from disagg.kernels.triton.decode_attention import DecodeShape, decode_attention
 from disagg.kernels.triton.prefill_attention import prefill_shape
@@ -25,13 +25,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 LENGTHS = [129, 1, 0, 15, 16, 17]
 
-Planner = Callable[[list[prefill_work.ChunkPlace], AttentionSpec], prefill_work.PrefillWork]
+Planner = Callable[[list[prefill_work.ChunkPlace], AttentionSpec, int | None], prefill_work.PrefillWork]
 
 
 def planned(case: PagedCase, chunks: list[tuple[int, int]]) -> PlannedPrefills:
-    found = case.planned(case.prompts(chunks), attention.plan_prefills).planned
-    assert found is not None
-    return found
+    return case.planned(case.prompts(chunks), attention.plan_prefills)
 
 
 def assert_close(found: Tensor | None, expected: Tensor) -> None:
@@ -65,15 +63,47 @@ def test_decode(heads: tuple[int, int], dim: int, block_size: int, dtype: torch.
     assert_close(found, expected_decode(case, q))
 
 
+FORMS = {
+    "window": {"window": 10},
+    "soft cap": {"soft_cap": 0.7},
+    "sinks": {"sinks_N": torch.linspace(-2.0, 3.0, 8)},
+    "all": {"window": 100, "soft_cap": 1.5, "sinks_N": torch.linspace(-2.0, 3.0, 8)},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("dim", "block_size", "dtype"), [(64, 16, torch.float32), (256, 64, torch.float16), (80, 48, torch.float16)]
+)
+def test_forms_of_decodes(dim: int, block_size: int, dtype: torch.dtype, name: str) -> None:
+    """What is before a window is gone: its entries of the tables must not be read, and its slots hold no numbers."""
+    lengths = [129, 1, 0, 16, 400, 257]
+    case = PagedCase(lengths, heads=(8, 2), dim=dim, block_size=block_size, dtype=dtype)
+    case.form = AttentionForm(0.3, **FORMS[name])
+    for sequence, length in enumerate(lengths):
+        case.forget(sequence, max(length - (case.form.window or length), 0))
+    q = case.queries(len(lengths))
+    found = attention.paged_decode_attention(
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, case.form
+    )
+    assert_close(found, expected_decode(case, q))
+
+
 @pytest.mark.parametrize("num_programs", [1, 4, 40])
-def test_decode_is_the_same_however_many_programs_share_the_contexts(num_programs: int) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [AttentionForm(0.25), AttentionForm(0.25, window=500, sinks_N=torch.tensor([-1.0, 2.0]))],
+    ids=["plain", "all"],
+)
+def test_decode_is_the_same_however_many_programs_share_the_contexts(num_programs: int, form: AttentionForm) -> None:
     """With 40 the long context is in 34 pieces, and 16 are joined at once; with 1 none is cut."""
     case = PagedCase([5, 531, 0, 17], heads=(2, 1), dim=16)
+    case.form = form
     q = case.queries(4)
     shape = DecodeShape(tile=16, num_programs=num_programs, num_warps=4, num_stages=3)
     score_scale = case.form.scale * math.log2(math.e)
     found = decode_attention(
-        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, score_scale, 1.0, shape
+        q, case.keys_NKBD, case.values_NKBD, case.poisoned_tables_SM, case.lens_S, score_scale, 1.0, shape, case.form
     )
     assert_close(found, expected_decode(case, q))
 
@@ -93,8 +123,7 @@ def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]], plan: Planner
     q, caches = case.queries(num_rows), (case.keys_NKBD, case.values_NKBD)
     expected, found = (torch.full((num_rows, case.num_heads, case.dim), 7.0, dtype=case.dtype) for _ in range(2))
     reference.paged_prefill_attention(q, *caches, prefills, case.form, expected)
-    planned = case.planned(prefills, plan).planned
-    assert planned is not None
+    planned = case.planned(prefills, plan)
     assert_close(attention.paged_prefill_attention(q, *caches, planned, case.form, found), expected)
     assert (found[[0, 1, 2, -2, -1]] == 7.0).all()
 
@@ -112,6 +141,19 @@ def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]], plan: Planner
 def test_prefill(heads: tuple[int, int], dim: int, block_size: int, start: int, end: int, dtype: torch.dtype) -> None:
     case = PagedCase([end], heads=heads, dim=dim, block_size=block_size, dtype=dtype)
     assert_prefill(case, [(start, end - start)])
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("dim", "block_size", "dtype"), [(64, 16, torch.float32), (256, 64, torch.float16), (64, 64, torch.float16)]
+)
+def test_forms_of_prompts(dim: int, block_size: int, dtype: torch.dtype, name: str) -> None:
+    chunks = [(0, 1), (16, 1), (0, 130), (150, 33), (64, 64), (300, 3)]
+    case = PagedCase([sum(chunk) for chunk in chunks], heads=(8, 2), dim=dim, block_size=block_size, dtype=dtype)
+    case.form = AttentionForm(0.3, **FORMS[name])
+    for sequence, (start, _) in enumerate(chunks):
+        case.forget(sequence, max(start + 1 - (case.form.window or start + 1), 0))
+    assert_prefill(case, chunks)
 
 
 @pytest.mark.parametrize(
@@ -138,27 +180,32 @@ def test_prompts_of_all_lengths_in_one_launch(
 @pytest.mark.parametrize(
     ("heads", "block_size", "dtype"), [((2, 1), 16, torch.float32), ((4, 1), 64, torch.float16)], ids=["fp32", "boxes"]
 )
+@pytest.mark.parametrize("window", [None, 300])
 def test_a_long_context_is_split(
     heads: tuple[int, int],
     block_size: int,
     dtype: torch.dtype,
     chunks: list[tuple[int, int]],
     num_pieces: int,
+    window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Among many programs, into pieces of a tile."""
     monkeypatch.setattr(prefill_work, "MIN_PIECE_TOKENS", 1)
     works: list[prefill_work.PrefillWork] = []
 
-    def plan(places: list[prefill_work.ChunkPlace], spec: AttentionSpec) -> prefill_work.PrefillWork:
+    def plan(
+        places: list[prefill_work.ChunkPlace], spec: AttentionSpec, window: int | None
+    ) -> prefill_work.PrefillWork:
         monkeypatch.setattr(attention, "_num_multiprocessors", lambda _: 1000)
-        works.append(attention.plan_prefills(places, spec))
+        works.append(attention.plan_prefills(places, spec, window))
         return works[0]
 
     case = PagedCase([sum(chunk) for chunk in chunks], heads=heads, dim=64, block_size=block_size, dtype=dtype)
+    case.form = AttentionForm(0.125, window=window, sinks_N=torch.linspace(-1.0, 2.0, heads[0]) if window else None)
     assert_prefill(case, chunks, plan)
     assert works[0].num_joins >= 1
-    assert works[0].num_pieces >= num_pieces
+    assert works[0].num_pieces >= (num_pieces // 3 if window else num_pieces)
 
 
 @pytest.mark.parametrize(
