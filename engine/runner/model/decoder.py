@@ -25,7 +25,7 @@ from disagg.engine.runner.model.batch import Batch
 from disagg.engine.runner.model.ffn import DenseFfn, Join, Norms, rounded
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
-from disagg.engine.runner.model.rope import RopeTable, RopeTables
+from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE
 from disagg.kernels.attention import AttentionProvider, OwnKernels
