@@ -8,6 +8,7 @@ between the cache and staging memory, between steps.
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -41,7 +42,7 @@ from disagg.engine.runner.device import torch_device
 from disagg.engine.runner.loaded_weights import load_weights, whole_weights
 from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model.batch import to_batch
-from disagg.engine.runner.model.decoder import Decoder
+from disagg.engine.runner.model.decoder import Decoder, attention_spec
 from disagg.engine.runner.model.device_draws import DeviceDraws
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import HostStaging
@@ -61,7 +62,6 @@ from disagg.kernels.attention import AttentionProvider
 from disagg.kernels.attention_choice import ProviderError, choose
 from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import arithmetic, describe, draws_on, set_num_threads
-from disagg.kernels.ops import AttentionSpec
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -114,14 +114,15 @@ class TorchModelRunner(ShardRunner):
         if cache_bytes == "auto":
             cache_bytes = device_defaults(config.device).kv_cache_bytes
         is_measured = cache_bytes == "auto" and config.num_blocks is None
-        self.max_model_len = _max_model_len(model, config, model.max_exact_len)  # refused before any weight is read
+        self.max_model_len = _max_model_len(model, config, model.max_positions)  # refused before any weight is read
         if not is_measured:
             self._set_size(0 if cache_bytes == "auto" else cache_bytes)
         on_stage("weights")
         loaded = whole_weights(config.weights, model) if shard.size == 1 and self._device.type == "cpu" else None
         if loaded is None:
             loaded = load_weights(config.weights, model, self._device, shard)
-        self.fingerprint, self._parameters = loaded.fingerprint, loaded.parameters
+        self.fingerprint = _fingerprint(loaded.fingerprint, model, self.max_model_len)
+        self._parameters = loaded.parameters
         self._host_staging = HostStaging.of(self._device, config.transport)
         self.digests = self._host_staging is not None and shard.size == 1
         self._staging_stream: Any = None
@@ -446,15 +447,12 @@ def _decode_of(sequence: Sequence, start: int) -> StepPlan:
 
 def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device) -> AttentionProvider:
     """Who computes the attention of prompts on this rank, whose part of the model this is."""
-    spec = AttentionSpec(
+    spec = attention_spec(
+        model,
         device=str(device),
         dtype=config.dtype,
         kv_dtype="float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
         block_size=config.block_size,
-        scale=model.layers[0].attention.scale,
     )
     try:
         choice = choose(config.attention, spec)
@@ -494,9 +492,17 @@ def _max_model_len(model: ModelConfig, config: WorkerConfig, cache_tokens: int) 
         return min(model.max_exact_len, cache_tokens)
     if wanted < 1:
         raise ConfigError(f"max_model_len must be at least 1, not {wanted}")
-    if wanted > model.max_exact_len:
-        window = f" (its sliding window of {model.windows[0]} is not implemented)" if model.windows else ""
-        raise ConfigError(f"max_model_len {wanted} is more than the model's {model.max_exact_len}{window}")
+    if wanted > model.max_positions:
+        raise ConfigError(f"max_model_len {wanted} is more than the model's {model.max_positions}")
     if wanted > cache_tokens:
         raise ConfigError(f"max_model_len {wanted} is more than the {cache_tokens} tokens of the KV cache")
     return wanted
+
+
+def _fingerprint(fingerprint: str, model: ModelConfig, max_model_len: int) -> str:
+    """The model's fingerprint, and another one where longrope takes its long factors: KV of both is not the same."""
+    short_len = model.short_rope_len
+    if short_len is None or max_model_len <= short_len:
+        return fingerprint
+    logger.info("longrope: long factors for all sequences, as max_model_len is more than %d", short_len)
+    return hashlib.sha256(f"{fingerprint}, long".encode()).hexdigest()[:32]

@@ -47,6 +47,8 @@ class _Kind:
     family: str
     """Prefix of transformers' classes."""
     changes: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    """Prefix of the configuration's class, where it has another one."""
 
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -78,12 +80,127 @@ KINDS = {
 }
 
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FOUR: dict[str, Any] = {"num_hidden_layers": 4}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * pair for pair in range(6)],
+    "long_factor": [1.0 + 0.7 * pair for pair in range(6)],
+}
+
+FAMILY_KINDS = {
+    "phi3": _Kind("Phi3", {"sliding_window": 16, "pad_token_id": None}),
+    # 12 of the 16 dims of a head are rotated.
+    "phi3_longrope": _Kind(
+        "Phi3",
+        {
+            "rope_parameters": {**_LONG_ROPE, "partial_rotary_factor": 0.75},
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+            "pad_token_id": None,
+        },
+    ),
+    "granite": _Kind(
+        "Granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 6.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": _Kind("SmolLM3", {**_FOUR, "pad_token_id": None}),
+    "smollm3_windows": _Kind(
+        "SmolLM3",
+        {**_FOUR, "use_sliding_window": True, "sliding_window": 16, "no_rope_layer_interval": 2, "pad_token_id": None},
+    ),
+    "olmo3": _Kind(
+        "Olmo3",
+        {
+            **_FOUR,
+            "sliding_window": 16,
+            "rope_parameters": {
+                _SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+                _FULL: {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                },
+            },
+        },
+    ),
+    "mistral_window": _Kind("Mistral", {"sliding_window": 16}),
+    "ministral": _Kind("Ministral", {"sliding_window": 16, "layer_types": [_SLIDING, _FULL, _SLIDING]}),
+    "ministral3": _Kind(
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 20,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "qwen2_windows": _Kind("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen3_windows": _Kind(
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+        },
+    ),
+    "gemma2": _Kind(
+        "Gemma2",
+        {
+            **_FOUR,
+            "head_dim": 32,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 9.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": _Kind(
+        "Gemma3",
+        {
+            **_FOUR,
+            "head_dim": 32,
+            "sliding_window": 16,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+                _FULL: {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
+        },
+        config="Gemma3Text",
+    ),
+}
+"""Families whose layers have other parts than Llama's."""
+
+
 def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = 1 << 30) -> Path:
-    """Write a checkpoint of one of `KINDS` into `folder` and return it; the same bytes at every call."""
+    """Write a checkpoint of one of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call; the folder."""
     import transformers
 
-    family, changes = KINDS[kind].family, KINDS[kind].changes
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    described = {**KINDS, **FAMILY_KINDS}[kind]
+    family = described.family
+    config = getattr(transformers, f"{described.config or family}Config")(**{**BASE, **described.changes})
     generator_state = torch.random.get_rng_state()
     try:
         torch.manual_seed(20)

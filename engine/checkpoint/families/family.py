@@ -93,14 +93,18 @@ def read_sizes(fields: JsonFields, *, needs_kv_heads: bool = False, head_dim: in
 
 
 def read_model(
-    fields: JsonFields, sizes: Sizes, layers: tuple[LayerConfig, ...], *, max_positions: int, **changes: Any
+    fields: JsonFields,
+    sizes: Sizes,
+    layers: tuple[LayerConfig, ...],
+    *,
+    max_positions: int,
+    eps: float = 1e-6,
+    is_tied: bool = False,
+    **changes: Any,
 ) -> ModelConfig:
-    """The model of these layers; `changes` are fields of `ModelConfig` that are not those of most families."""
+    """The model of these layers. `eps` and `is_tied` are the family's defaults, `changes` fields of `ModelConfig` that
+    most families leave as they are."""
     assert len(layers) == sizes.num_layers
-    values: dict[str, Any] = {
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "tied_embeddings": fields.boolean("tie_word_embeddings", False),
-    }
     return ModelConfig(
         architecture="",
         hidden_size=sizes.hidden_size,
@@ -110,15 +114,22 @@ def read_model(
         vocab_size=fields.integer("vocab_size"),
         max_positions=max_positions,
         layers=layers,
+        rms_norm_eps=fields.number("rms_norm_eps", eps),
+        tied_embeddings=fields.boolean("tie_word_embeddings", is_tied),
         eos_token_ids=(),
-        **{**values, **changes},
+        **changes,
     )
 
 
 def check_silu(fields: JsonFields) -> None:
     """Raises `ConfigError` for another activation than silu."""
-    if (activation := fields.value("hidden_act") or "silu") != "silu":
-        raise fields.error(f"`hidden_act` {activation!r} is not supported; supported is 'silu'")
+    check_value(fields, "hidden_act", "silu")
+
+
+def check_value(fields: JsonFields, name: str, supported: object) -> None:
+    """Raises `ConfigError` for a field that has another value than the one that is supported."""
+    if (value := fields.value(name)) is not None and value != supported:
+        raise fields.error(f"`{name}` {value!r} is not supported; supported is {supported!r}")
 
 
 def layer_windows(
@@ -141,7 +152,7 @@ def layer_windows(
                 )
         slides = tuple(kind == "sliding_attention" for kind in kinds)
     if any(slides) and window is None:
-        raise fields.error("`layer_types` has 'sliding_attention', but there is no window (`sliding_window`)")
+        raise fields.error("there are layers with a window (`layer_types`), but it has no width (`sliding_window`)")
     return tuple(window if is_sliding else None for is_sliding in slides)
 
 

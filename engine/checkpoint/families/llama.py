@@ -9,7 +9,8 @@ from disagg.engine.checkpoint.rope_fields import max_positions, read_rope
 
 
 def _read(fields: JsonFields) -> ModelConfig:
-    sizes, rope = read_sizes(fields), read_rope(fields)
+    sizes = read_sizes(fields)
+    rope = read_rope(fields, sizes.head_dim)
     check_silu(fields)
     bias = fields.boolean("attention_bias", False)
     layer = LayerConfig(

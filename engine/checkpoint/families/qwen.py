@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from disagg.engine.checkpoint.families.family import Family, check_silu, layer_windows, read_model, read_sizes
 from disagg.engine.checkpoint.json_fields import JsonFields
-from disagg.engine.checkpoint.model_config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig
+from disagg.engine.checkpoint.model_config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig, QkNorm
 from disagg.engine.checkpoint.rope_fields import max_positions, read_rope
 
 
 def _read_qwen2(fields: JsonFields) -> ModelConfig:
-    return _model(fields, qkv_bias=True, o_bias=False, qk_norm=False)
+    return _model(fields, qkv_bias=True, o_bias=False, qk_norm="none")
 
 
 def _read_qwen3(fields: JsonFields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
-    return _model(fields, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return _model(fields, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm="head")
 
 
 def _model(
-    fields: JsonFields, *, head_dim: int | None = None, qkv_bias: bool, o_bias: bool, qk_norm: bool
+    fields: JsonFields, *, head_dim: int | None = None, qkv_bias: bool, o_bias: bool, qk_norm: QkNorm
 ) -> ModelConfig:
-    sizes, rope = read_sizes(fields, needs_kv_heads=True, head_dim=head_dim), read_rope(fields)
+    sizes = read_sizes(fields, needs_kv_heads=True, head_dim=head_dim)
+    rope = read_rope(fields, sizes.head_dim)
     check_silu(fields)
     ffn = DenseConfig(intermediate_size=fields.integer("intermediate_size"))
     layers = tuple(

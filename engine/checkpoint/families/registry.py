@@ -5,13 +5,31 @@ from __future__ import annotations
 import dataclasses
 
 from disagg.engine.checkpoint.families.family import Family, refuse_unread
+from disagg.engine.checkpoint.families.gemma import GEMMA_2, GEMMA_3
+from disagg.engine.checkpoint.families.granite import GRANITE
 from disagg.engine.checkpoint.families.llama import LLAMA
-from disagg.engine.checkpoint.families.mistral import MISTRAL
+from disagg.engine.checkpoint.families.mistral import MINISTRAL, MINISTRAL_3, MISTRAL
+from disagg.engine.checkpoint.families.olmo import OLMO_3
+from disagg.engine.checkpoint.families.phi import PHI_3
 from disagg.engine.checkpoint.families.qwen import QWEN2, QWEN3
+from disagg.engine.checkpoint.families.smollm import SMOLLM_3
 from disagg.engine.checkpoint.json_fields import JsonFields
 from disagg.engine.checkpoint.model_config import ModelConfig
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    SMOLLM_3,
+    MISTRAL,
+    MINISTRAL,
+    MINISTRAL_3,
+    QWEN2,
+    QWEN3,
+    GEMMA_2,
+    GEMMA_3,
+    PHI_3,
+    GRANITE,
+    OLMO_3,
+)
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)

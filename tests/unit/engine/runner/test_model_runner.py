@@ -113,29 +113,22 @@ def test_a_missing_cuda_device_is_refused(folder: Path) -> None:
         make_runner(folder, device="cuda")
 
 
-def test_a_sliding_window_bounds_the_longest_sequence(tmp_path: Path) -> None:
-    """Full attention over more than the window would compute something else than the checkpoint means."""
+def test_a_window_does_not_bound_the_longest_sequence(tmp_path: Path) -> None:
     folder = make_checkpoint("mistral", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 100}))
-
-    assert make_runner(folder).max_model_len == 100
-    with pytest.raises(
-        ConfigError, match=r"max_model_len 101 is more than the model's 100 \(its sliding window of 100"
-    ):
-        make_runner(folder, max_model_len=101)
+    assert make_runner(folder).max_model_len == 1024
 
 
-def test_within_its_window_a_sliding_model_is_exact(tmp_path: Path) -> None:
-    folder = make_checkpoint("mistral", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 80}))
-    expected_ids, _ = reference_generate(folder, PROMPT, 5)
-
-    sequence = make_sequence(PROMPT, BLOCKS)
-    generate(make_runner(folder), sequence, 5)
-
-    assert sequence.token_ids[len(PROMPT) :] == expected_ids
+def test_longrope_takes_its_long_factors_where_sequences_may_be_longer(tmp_path: Path) -> None:
+    """KV of both is not the same, so fingerprints differ; what is not asked for is computed as the checkpoint means
+    it."""
+    folder = make_checkpoint("phi3_longrope", tmp_path)
+    short, asked, long = (make_runner(folder, max_model_len=length) for length in (None, 128, 129))
+    assert (short.max_model_len, asked.max_model_len, long.max_model_len) == (128, 128, 129)
+    assert short.fingerprint == asked.fingerprint != long.fingerprint
+    with pytest.raises(ConfigError, match="max_model_len 2049 is more than the model's 2048"):
+        make_runner(folder, max_model_len=2049, num_blocks=1000)
 
 
 def test_run_gives_one_token_per_sampling_entry_in_the_order_of_the_plan(

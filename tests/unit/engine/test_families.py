@@ -1,0 +1,99 @@
+"""Each family against transformers, in fp32: tokens and logits, also in chunks and on two ranks; in bf16 a row has the
+same bits in any batch. Windows are shorter than the prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.engine.plan import StepPlan
+from disagg.engine.runner.model_runner import TorchModelRunner
+from tests.support.stepping import (
+    assert_logits_close,
+    chunk,
+    decode,
+    generate,
+    last_token,
+    make_runner,
+    make_sequence,
+    prefill,
+)
+from tests.support.tiny_models import FAMILY_KINDS, VOCAB_SIZE, make_checkpoint, reference_generate, reference_logits
+from tests.unit.engine.parallel.ranks import running_ranks
+
+PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(50)]
+BLOCKS = [9, 2, 31, 0, 17, 5, 40, 8, 11, 60]
+NUM_TOKENS = 42
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {kind: make_checkpoint(kind, root / kind) for kind in FAMILY_KINDS}
+
+
+@pytest.mark.parametrize("kind", FAMILY_KINDS)
+def test_tokens_and_logits_are_those_of_transformers(folders: dict[str, Path], kind: str) -> None:
+    """The prompt at once, and in chunks of 13 tokens."""
+    expected_ids, expected_logits = reference_generate(folders[kind], PROMPT, NUM_TOKENS)
+    assert len(set(expected_ids)) > NUM_TOKENS // 4
+    runner = make_runner(folders[kind])
+    for options in ({}, {"chunk_tokens": 13}):
+        sequence = make_sequence(PROMPT, BLOCKS)
+        logits = generate(runner, sequence, NUM_TOKENS, **options)
+        assert sequence.token_ids[len(PROMPT) :] == expected_ids
+        assert_logits_close(logits, expected_logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, 2) for kind in FAMILY_KINDS), ("olmo3", 4), ("gemma3", 4), ("phi3", 4)]
+)
+def test_ranks_compute_the_same(folders: dict[str, Path], kind: str, size: int) -> None:
+    """Four ranks share the two KV heads."""
+    whole, parts = make_sequence(PROMPT, BLOCKS), make_sequence(PROMPT, BLOCKS)
+    expected = generate(make_runner(folders[kind]), whole, 12)
+    with running_ranks(folders[kind], size) as ranks:
+        logits = generate(ranks, parts, 12, chunk_tokens=33)
+    assert parts.token_ids == whole.token_ids
+    assert_logits_close(logits, expected)
+
+
+def test_long_sequences_take_the_long_factors_of_longrope(folders: dict[str, Path]) -> None:
+    token_ids = (PROMPT * 3)[:140]
+    expected = reference_logits(folders["phi3_longrope"], token_ids)[-1]
+    runner = make_runner(folders["phi3_longrope"], max_model_len=200)
+    assert_logits_close(prefill(runner, make_sequence(token_ids, BLOCKS), chunk_tokens=64), expected)
+
+
+@pytest.mark.parametrize("kind", FAMILY_KINDS)
+def test_bf16_rows_have_the_same_bits_alone_and_in_a_batch(folders: dict[str, Path], kind: str) -> None:
+    runner: TorchModelRunner = make_runner(folders[kind], dtype="bfloat16")
+    prompts, tables = [PROMPT[:31], PROMPT[5:22], PROMPT[40:]], [[20, 21, 22], [23, 24], [25, 26]]
+    alone = [make_sequence(prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
+    expected = [generate(runner, sequence, 4) for sequence in alone]
+
+    together = [make_sequence(prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
+    plan = StepPlan(prefills=tuple(chunk(sequence, 0, sequence.num_tokens) for sequence in together))
+    first = runner.forward(plan)
+    for sequence, row in zip(together, first, strict=True):
+        sequence.token_ids.append(int(row.argmax()))
+    logits = decode(runner, together, 3)
+
+    for rows, wanted, row in zip(logits, expected, first, strict=True):
+        assert torch.equal(torch.cat((row[None], rows)), wanted)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "granite"])
+def test_bf16_is_close_to_fp32(folders: dict[str, Path], kind: str) -> None:
+    """As close as transformers in bf16 is, which rounds between ops as the engine does."""
+    token_ids = PROMPT
+    expected = reference_logits(folders[kind], token_ids)[-1]
+    runner = make_runner(folders[kind], dtype="bfloat16")
+    sequence = make_sequence(token_ids[:-1], BLOCKS)
+    prefill(runner, sequence)
+    sequence.token_ids.append(token_ids[-1])
+    logits = runner.forward(StepPlan(decodes=(last_token(sequence),)))[0]
+    error = (logits.float() - expected).square().mean().sqrt()
+    assert error < 0.15 * expected.std()
