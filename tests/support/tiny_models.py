@@ -195,7 +195,7 @@ FAMILY_KINDS = {
 
 
 def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = 1 << 30) -> Path:
-    """Write a checkpoint of one of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call; the folder."""
+    """Write a checkpoint of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call, and return it."""
     import transformers
 
     described = {**KINDS, **FAMILY_KINDS}[kind]
