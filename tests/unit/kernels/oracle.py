@@ -49,23 +49,29 @@ def attend(
     return weights_C @ values_CD.double() / (weights_C.sum() + math.exp(sink - top))
 
 
-def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """One row, float64."""
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """One row, float64; `plus_one` adds one to the weight."""
     mean = math.fsum(float(x) ** 2 for x in x_D) / len(x_D)
     return torch.tensor(
-        [float(x) / math.sqrt(mean + eps) * float(w) for x, w in zip(x_D, weight_D, strict=True)], dtype=torch.float64
+        [float(x) / math.sqrt(mean + eps) * (float(w) + plus_one) for x, w in zip(x_D, weight_D, strict=True)],
+        dtype=torch.float64,
     )
 
 
 def rope(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """One head of one token, float64: rotate the pairs (i, i + D/2)."""
-    half = len(x_D) // 2
+    """One head of one token, float64: rotate the pairs (i, i + R/2) of the first R dims, for which there are angles."""
+    half = len(cos_D) // 2
     x, cos, sin = x_D.double(), cos_D.double(), sin_D.double()
-    out = torch.empty(len(x_D), dtype=torch.float64)
+    out = x.clone()
     for i in range(half):
         out[i] = x[i] * cos[i] - x[i + half] * sin[i]
         out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
     return out
+
+
+def gelu_tanh(x: float) -> float:
+    """gelu by its approximation with tanh."""
+    return 0.5 * x * (1.0 + math.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def silu(x: float) -> float:

@@ -1,8 +1,9 @@
-"""Embedding rows, norms, silu(gate) * up and arg-max against the oracle; C++ against the reference."""
+"""Embedding rows, norms, activations, sums, functions of a number and arg-max against the oracle; C++ against the
+reference."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.ops import Pointwise
 from tests.unit.kernels import oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,6 +37,24 @@ def test_rms_norm(ops: Any, size: int, dtype: torch.dtype) -> None:
     x, weight = rows(3, size, dtype), rows(1, size, dtype)[0]
     found = ops.rms_norm(x, weight, EPS)
     oracle.assert_close(found, torch.stack([oracle.rms_norm(row, weight, EPS) for row in x]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_by_one_more_than_the_weight(ops: Any, size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = rows(3, size, dtype), rows(4, size, dtype)[1:], rows(1, size, dtype)[0]
+    found = ops.rms_norm(x, weight, EPS, True)
+    oracle.assert_close(found, torch.stack([oracle.rms_norm(row, weight, EPS, plus_one=True) for row in x]))
+    normed, total = ops.add_rms_norm(x, residual, weight, EPS, True)
+    assert torch.equal(total, (x.double() + residual.double()).to(dtype))
+    oracle.assert_close(normed, torch.stack([oracle.rms_norm(row, weight, EPS, plus_one=True) for row in total]))
+
+
+def test_a_norm_by_one_more_than_the_weight_rounds_once_as_gemma_does(ops: Any) -> None:
+    x = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)
+    weight = torch.tensor([2.0**-8, 2.0**-8], dtype=torch.bfloat16)
+    # 1 + 2^-8 is 1 in bf16. 1.0039 / sqrt(5) = 0.44896 -> 0.44921875 (0.447265625 by a weight of one); 1.34688
+    assert ops.rms_norm(x, weight, 0.0, True).tolist() == [[0.44921875, 1.34375]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,6 +96,44 @@ def test_silu_mul(ops: Any, size: int, dtype: torch.dtype) -> None:
     oracle.assert_close(ops.silu_mul(gate_up), torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_gelu_tanh_mul(ops: Any, size: int, dtype: torch.dtype) -> None:
+    gate_up = 2 * rows(3, 2 * size, dtype)
+    expected = [[oracle.gelu_tanh(float(r[i])) * float(r[size + i]) for i in range(size)] for r in gate_up]
+    oracle.assert_close(ops.gelu_tanh_mul(gate_up), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_gelu_tanh_mul_of_extreme_gates(ops: Any) -> None:
+    gate = [-1e30, -200.0, -6.0, 0.0, 90.0, 1e30]
+    found = ops.gelu_tanh_mul(torch.tensor([[*gate, *[1.0] * 6]]))
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 90.0, 1e30]])
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_add(ops: Any, size: int, dtype: torch.dtype) -> None:
+    x, y = rows(3, size, dtype), rows(4, size, dtype)[1:]
+    assert torch.equal(ops.add(x, y), (x.double() + y.double()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_functions_of_a_number(ops: Any, size: int, dtype: torch.dtype) -> None:
+    x = 4 * rows(3, size, dtype)
+    oracle.assert_close(ops.pointwise(x, "multiply", 1.3), x.double() * 1.3)
+    oracle.assert_close(ops.pointwise(x, "divide", 6.0), x.double() / 6.0)
+    oracle.assert_close(ops.pointwise(x, "soft_cap", 5.0), torch.tanh(x.double() / 5.0) * 5.0)
+
+
+def test_a_soft_cap_holds_at_its_ends(ops: Any) -> None:
+    x = torch.tensor([[-1e30, -1e-4, 0.0, 1e-4, 1e30, float("nan")]])
+    found = ops.pointwise(x, "soft_cap", 30.0)[0]
+    assert torch.allclose(found[:5], torch.tensor([-30.0, -1e-4, 0.0, 1e-4, 30.0]), rtol=1e-5, atol=1e-9)
+    assert found[5].isnan()
+
+
 def test_silu_mul_of_extreme_gates(ops: Any) -> None:
     gate = [-1e30, -200.0, -90.0, 0.0, 90.0, 1e30]
     found = ops.silu_mul(torch.tensor([[*gate, *[1.0] * 6]]))
@@ -91,6 +149,12 @@ def test_cpp_agrees_with_the_reference(native: NativeOps, dtype: torch.dtype) ->
     pairs = [
         (native.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS)),
         (native.silu_mul(4 * x), reference.silu_mul(4 * x)),
+        (native.gelu_tanh_mul(4 * x), reference.gelu_tanh_mul(4 * x)),
+        (native.rms_norm(x, weight, EPS, True), reference.rms_norm(x, weight, EPS, True)),
+        *(
+            (native.pointwise(x, function, 7.0), reference.pointwise(x, function, 7.0))
+            for function in get_args(Pointwise)
+        ),
         *zip(found_sum, reference.add_rms_norm(x, residual, weight, EPS), strict=True),
     ]
     for found, expected in pairs:
@@ -114,6 +178,10 @@ def test_cpp_declines_what_it_does_not_read(native: NativeOps) -> None:
     assert native.rms_norm(x, torch.ones(32), EPS) is None
     assert native.add_rms_norm(x, x.bfloat16(), weight, EPS) is None
     assert native.silu_mul(x.half()) is None
+    assert native.gelu_tanh_mul(x.t()) is None
+    assert native.add(x, x.bfloat16()) is None
+    assert native.pointwise(x.half(), "multiply", 2.0) is None
+    assert native.head_squares(x.half(), 1, 16) is None
     assert native.embed(torch.tensor([0], dtype=torch.int32), x) is None
     assert native.embed(torch.tensor([0]), x.half()) is None
     assert native.argmax_rows(x.half(), 64) is None
@@ -126,6 +194,8 @@ def test_no_rows(ops: Any, dtype: torch.dtype) -> None:
     x, weight = torch.empty(0, 64, dtype=dtype), torch.ones(64, dtype=dtype)
     assert ops.rms_norm(x, weight, EPS).shape == (0, 64)
     assert ops.silu_mul(x).shape == (0, 32)
+    assert ops.gelu_tanh_mul(x).shape == (0, 32)
+    assert ops.add(x, x).shape == ops.pointwise(x, "divide", 2.0).shape == (0, 64)
     assert [t.shape for t in ops.add_rms_norm(x, x, weight, EPS)] == [(0, 64), (0, 64)]
     assert ops.embed(torch.empty(0, dtype=torch.int64), torch.ones(2, 64, dtype=dtype)).shape == (0, 64)
     assert ops.argmax_rows(x, 64).shape == (0,)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import HeadSquares, RopeWrite
 from tests.unit.kernels import oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,9 +27,22 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 class Case:
     """Tokens at scattered positions and slots of layer 1 of a two-layer cache of zeros; token 2 has no slot."""
 
+    plus_one = False
+    query_scale: Tensor | None = None
+
     def __init__(
-        self, T: int, N: int, K: int, D: int, dtype: torch.dtype, *, norms: bool, block_size: int = 16
+        self,
+        T: int,
+        N: int,
+        K: int,
+        D: int,
+        dtype: torch.dtype,
+        *,
+        norms: bool,
+        block_size: int = 16,
+        rotary_dim: int | None = None,
     ) -> None:
+        R = D if rotary_dim is None else rotary_dim
         generator = torch.Generator().manual_seed(100 * T + 10 * N + D)
         self.K = K
         self.qkv = torch.randn(T, (N + 2 * K) * D + 7, generator=generator).to(dtype)[:, 3:-4]
@@ -37,7 +50,7 @@ class Case:
         self.k_norm = torch.randn(D, generator=generator).to(dtype) if norms else None
         self.positions = torch.randint(0, POSITIONS, (T,), generator=generator)
         self.positions[0] = 0
-        angles = torch.arange(POSITIONS)[:, None] * torch.linspace(0.1, 1.0, D // 2)[None]
+        angles = torch.arange(POSITIONS)[:, None] * torch.linspace(0.1, 1.0, R // 2)[None]
         self.cos, self.sin = (torch.cat((f(angles), f(angles)), -1).to(dtype) for f in (torch.cos, torch.sin))
         self.slots = torch.randperm(5 * block_size, generator=generator)[:T]
         self.slots[2] = -1
@@ -46,13 +59,16 @@ class Case:
     def run(self, ops: Any, **changes: Any) -> Tensor:
         args = {"positions": self.positions, "slots": self.slots, "qkv": self.qkv, "cos": self.cos, **changes}
         keys, values = self.cache[:, 1, 0], self.cache[:, 1, 1]
-        layer = RopeWrite(self.q_norm, self.k_norm, EPS, args["cos"], self.sin, keys, values)
-        out: Tensor = ops.qkv_rope_write(args["qkv"], args["positions"], args["slots"], layer)
+        layer = RopeWrite(
+            self.q_norm, self.k_norm, EPS, args["cos"], self.sin, keys, values, self.plus_one, self.query_scale
+        )
+        squares = args.get("squares")
+        out: Tensor = ops.qkv_rope_write(args["qkv"], args["positions"], args["slots"], layer, squares)
         return out
 
     def rotated(self, x_D: Tensor, norm_D: Tensor | None, token: int) -> Tensor:
         if norm_D is not None:
-            x_D = oracle.rms_norm(x_D, norm_D, EPS).to(x_D.dtype)
+            x_D = oracle.rms_norm(x_D, norm_D, EPS, self.plus_one).to(x_D.dtype)
         position = int(self.positions[token])
         return oracle.rope(x_D, self.cos[position], self.sin[position])
 
@@ -81,6 +97,59 @@ def test_q_is_rotated_and_k_and_v_are_at_their_slots(
     assert not case.cache[:, 0].any()
     written = case.cache[:, 1, 1].transpose(1, 2).flatten(2).abs().sum(-1).count_nonzero()
     assert written == T - 1  # the token without a slot left nothing
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("D", "R"), [(64, 48), (80, 20), (16, 0)])
+def test_only_the_first_dims_of_a_head_are_rotated(ops: Any, D: int, R: int, norms: bool, dtype: torch.dtype) -> None:
+    case = Case(9, 4, 2, D, dtype, norms=norms, rotary_dim=R)
+    case.plus_one = True
+    heads = case.qkv.reshape(9, -1, D)
+    found = case.run(ops)
+    assert_close(
+        found, torch.stack([torch.stack([case.rotated(h, case.q_norm, t) for h in heads[t, :4]]) for t in range(9)])
+    )
+    slot = int(case.slots[1])
+    keys = case.cache[slot // 16, 1, 0, :, slot % 16]
+    assert_close(keys, torch.stack([case.rotated(h, case.k_norm, 1) for h in heads[1, 4:6]]))
+    if not norms:
+        assert torch.equal(found[..., R:], heads[:, :4, R:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_norm_of_all_heads(ops: Any, given: bool, dtype: torch.dtype) -> None:
+    """Of all that are here, or by the sums of all ranks: here of three that have the same."""
+    T, N, K, D = 9, 4, 2, 16
+    case = Case(T, N, K, D, dtype, norms=True)
+    generator = torch.Generator().manual_seed(3)
+    case.q_norm, case.k_norm = (torch.randn(n * D, generator=generator).to(dtype) for n in (N, K))
+    sums = ops.head_squares(case.qkv, K, D)
+    expected_sums = torch.stack(
+        [part.double().square().sum(1) for part in case.qkv.split((N * D, K * D, K * D), 1)[:2]]
+    )
+    oracle.assert_close(sums, expected_sums.T)
+    squares = HeadSquares(3 * sums, 3 * N * D, 3 * K * D) if given else None
+
+    found = case.run(ops, squares=squares)
+
+    normed = [oracle.rms_norm(row, case.q_norm, EPS).to(dtype).view(N, D) for row in case.qkv[:, : N * D]]
+    assert_close(found, torch.stack([torch.stack([case.rotated(h, None, t) for h in normed[t]]) for t in range(T)]))
+    slot = int(case.slots[1])
+    normed_k = oracle.rms_norm(case.qkv[1, N * D : (N + K) * D], case.k_norm, EPS).to(dtype).view(K, D)
+    keys = case.cache[slot // 16, 1, 0, :, slot % 16]
+    assert_close(keys, torch.stack([case.rotated(head, None, 1) for head in normed_k]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_q_is_scaled_by_its_position_and_k_is_not(ops: Any, dtype: torch.dtype) -> None:
+    plain, scaled = (Case(9, 4, 2, 64, dtype, norms=False) for _ in range(2))
+    scaled.query_scale = torch.linspace(1.0, 3.0, POSITIONS).to(dtype)
+    factors = scaled.query_scale[scaled.positions].double()[:, None, None]
+    expected = plain.run(ops).double() * factors
+    oracle.assert_close(scaled.run(ops), expected)
+    assert torch.equal(scaled.cache, plain.cache)
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -128,4 +197,6 @@ def test_cpp_declines_what_it_does_not_read(native: NativeOps) -> None:
     assert case.run(native, slots=case.slots.int()) is None
     assert case.run(native, positions=case.positions[:2]) is None
     assert case.run(native, cos=case.cos[:5]) is None
+    case.query_scale = torch.ones(POSITIONS - 1)
+    assert case.run(native) is None
     assert not case.cache.any()

@@ -7,13 +7,15 @@ tests/gpu/test_ops.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from disagg.kernels import reference
-from disagg.kernels.ops import RopeWrite
+from disagg.kernels.ops import HeadSquares, Pointwise, RopeWrite
 from disagg.kernels.triton import rope_write
 from disagg.kernels.triton.ops import TritonOps
 
@@ -56,6 +58,26 @@ def test_norms_of_rows_and_of_heads_with_strides(ops: TritonOps, dtype: torch.dt
         assert_close(got, wanted)
     heads, weight_D = random(3, 7, 20, dtype=dtype)[:, 2:5], random(20, dtype=dtype)
     assert_close(ops.rms_norm(heads, weight_D, 1e-5), reference.rms_norm(heads, weight_D, 1e-5))
+
+
+@DTYPES
+def test_norms_by_one_more_than_the_weight(ops: TritonOps, dtype: torch.dtype) -> None:
+    x, residual, weight = (random(*shape, dtype=dtype) for shape in ((5, 576), (5, 576), (576,)))
+    assert_close(ops.rms_norm(x, weight, 1e-5, True), reference.rms_norm(x, weight, 1e-5, True))
+    found = ops.add_rms_norm(x, residual, weight, 1e-5, True)
+    assert found is not None
+    assert_close(found[0], reference.add_rms_norm(x, residual, weight, 1e-5, True)[0])
+
+
+@DTYPES
+def test_gelu_sums_and_functions_of_a_number(ops: TritonOps, dtype: torch.dtype) -> None:
+    gate_up = random(2, 2 * 1030, dtype=dtype) * 4
+    gate_up[0, 0], gate_up[0, 1] = -80.0, 80.0
+    assert_close(ops.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up))
+    x, y = gate_up[:, :1030], gate_up[:, 1030:]
+    assert_close(ops.add(x, y), reference.add(x, y))
+    for function in get_args(Pointwise):
+        assert_close(ops.pointwise(x, function, 6.0), reference.pointwise(x, function, 6.0))
 
 
 @DTYPES
@@ -130,6 +152,45 @@ def test_qkv_rope_write(
     assert torch.equal(case.cache.isnan(), expected_cache.isnan())
     assert_close(case.cache.nan_to_num(), expected_cache.nan_to_num())
     assert torch.equal(case.cache[:, :, 1].nan_to_num(), expected_cache[:, :, 1].nan_to_num())
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 12, 32])
+@pytest.mark.parametrize("normed", [False, True])
+def test_only_the_first_dims_of_a_head_are_rotated(ops: TritonOps, rotary_dim: int, normed: bool) -> None:
+    case = RopeCase((4, 2), 32, 16, torch.float32)
+    case.cos_PD, case.sin_PD = case.cos_PD[:, :rotary_dim].contiguous(), case.sin_PD[:, :rotary_dim].contiguous()
+    q_norm, k_norm = case.norms if normed else (None, None)
+    assert_same_rows(ops, case, q_norm, k_norm, plus_one=True)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("rotary_dim", [20, 32])
+def test_norms_of_all_heads_and_a_scale_of_q(ops: TritonOps, rotary_dim: int, given: bool) -> None:
+    case = RopeCase((4, 2), 32, 16, torch.float32)
+    case.cos_PD, case.sin_PD = case.cos_PD[:, :rotary_dim].contiguous(), case.sin_PD[:, :rotary_dim].contiguous()
+    sums = ops.head_squares(case.qkv_TQ, 2, 32)
+    assert_close(sums, reference.head_squares(case.qkv_TQ, 2, 32))
+    assert sums is not None
+    squares = HeadSquares(2 * sums, 2 * 4 * 32, 3 * 2 * 32) if given else None
+    q_norm, k_norm = random(4 * 32, dtype=torch.float32), random(2 * 32, dtype=torch.float32)
+    assert_same_rows(ops, case, q_norm, k_norm, query_scale_P=torch.linspace(1.0, 2.0, 9), squares=squares)
+
+
+def assert_same_rows(
+    ops: TritonOps,
+    case: RopeCase,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    squares: HeadSquares | None = None,
+    **changes: Any,
+) -> None:
+    expected_cache = case.cache.clone()
+    *arguments, layer = case.arguments(expected_cache, q_norm, k_norm)
+    expected_q = reference.qkv_rope_write(*arguments, replace(layer, **changes), squares)
+    *arguments, layer = case.arguments(case.cache, q_norm, k_norm)
+    assert_close(ops.qkv_rope_write(*arguments, replace(layer, **changes), squares), expected_q)
+    assert torch.equal(case.cache.isnan(), expected_cache.isnan())
+    assert_close(case.cache.nan_to_num(), expected_cache.nan_to_num())
 
 
 def test_fp8_cache_holds_values_over_the_scale_and_clamps() -> None:
