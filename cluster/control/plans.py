@@ -231,7 +231,7 @@ def check_served(old: str | None, new: str, field: str = "model.path") -> None:
 def _served(path: str, field: str) -> dict[str, object]:
     """Data that a gateway reads from a checkpoint folder."""
     folder = Path(path)
-    config = checkpoint.read_required(folder / "config.json", checkpoint.ModelConfig)
+    config = checkpoint.model_config(folder)
     try:
         tokenizer = hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest()
     except OSError as error:

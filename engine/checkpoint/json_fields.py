@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,16 @@ class JsonFields:
     It keeps which fields were asked for, so that a reader can refuse the others (`unread`).
     """
 
-    def __init__(self, file: Path, values: dict[str, Any]) -> None:
+    def __init__(self, file: Path, values: dict[str, Any], inside: str = "") -> None:
+        """`inside` is the field of the file that holds the object, if it is not the whole."""
         self.file = file
+        self._inside = f"{inside}: " if inside else ""
         self._values = values
         self._read: set[str] = set()
 
     def error(self, message: str) -> ConfigError:
         """A `ConfigError` that names the file."""
-        return ConfigError(f"{self.file}: {message}")
+        return ConfigError(f"{self.file}: {self._inside}{message}")
 
     def value(self, name: str) -> Any:
         """Whatever the field holds; None where it is missing."""
@@ -87,12 +90,12 @@ class JsonFields:
             raise self.error(f"`{name}` must be true or false, not {value!r}")
         return value
 
-    def part(self, name: str) -> JsonFields:
-        """The object that the field holds."""
+    def part(self, name: str, defaults: Mapping[str, Any]) -> JsonFields:
+        """The object that the field holds, with `defaults` for what is missing in it."""
         value = self._value(name, None)
         if not isinstance(value, dict):
             raise self.error(f"`{name}` must be an object, not {value!r}")
-        return JsonFields(self.file, value)
+        return JsonFields(self.file, {**defaults, **value}, name)
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.value(name)

@@ -82,15 +82,17 @@ def load_parameters(
     headers = {file: read_header(file) for file in weight_files(folder)}
     parameters = allocate_parameters(local, dtype, device)
     targets = checkpoint_tensors(config, parameters, shard)
-    _check_headers(headers, targets, config, Path(folder))
+    names = family_of(config.architecture).names
+    _check_headers(headers, targets, config, Path(folder), names)
     with _progress_bar(sum(target.nbytes for target in targets.values())) as advance:
         for file, header in headers.items():
-            _load_file(file, [name for name in header if name in targets], targets, advance)
+            owned = ((stored, names.logical(stored)) for stored in header)
+            _load_file(file, {stored: targets[own] for stored, own in owned if own in targets}, advance)
     num_padding_rows = local.vocab_size - len(vocab_part(config, shard))
     for vocabulary_VH in (parameters.embedding_VH, plain(parameters.lm_head_VH)):
         vocabulary_VH[local.vocab_size - num_padding_rows :] = 0
     if config.tied_embeddings:
-        _check_tied(headers, targets[EMBEDDING])
+        _check_tied(headers, names, targets[EMBEDDING])
     return parameters
 
 
@@ -185,15 +187,20 @@ def _times(part: range, size: int) -> range:
 
 
 def _check_headers(
-    headers: dict[Path, dict[str, TensorEntry]], targets: dict[str, Target], config: ModelConfig, folder: Path
+    headers: dict[Path, dict[str, TensorEntry]],
+    targets: dict[str, Target],
+    config: ModelConfig,
+    folder: Path,
+    names: TensorNames,
 ) -> None:
     seen: set[str] = set()
     for file, header in headers.items():
         for name, entry in header.items():
-            if name in targets:
-                _check_entry(file, name, entry, targets[name])
-                seen.add(name)
-            elif not _is_redundant(name, config):
+            own = names.logical(name)
+            if own in targets:
+                _check_entry(file, name, entry, targets[own])
+                seen.add(own)
+            elif own is not None and not _is_redundant(own, config):
                 raise ConfigError(f"{file}: tensor {name} is not part of {config.architecture} as config.json has it")
     if missing := [name for name in targets if name not in seen]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -214,11 +221,11 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)
 
 
-def _load_file(file: Path, names: list[str], targets: dict[str, Target], advance: _Advance) -> None:
+def _load_file(file: Path, targets: dict[str, Target], advance: _Advance) -> None:
+    """`targets`: by the file's own names."""
     try:
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
-            for name in names:
-                target = targets[name]
+            for name, target in targets.items():
                 target.parameter.copy_(_read(tensors, name, target))
                 advance(target.nbytes)
     except (SafetensorError, OSError) as error:
@@ -236,12 +243,12 @@ def _read(tensors: Any, name: str, target: Target) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=target.dim)
 
 
-def _check_tied(headers: dict[Path, dict[str, TensorEntry]], embedding: Target) -> None:
+def _check_tied(headers: dict[Path, dict[str, TensorEntry]], names: TensorNames, embedding: Target) -> None:
     """A stored head beside tied embeddings must be the embedding; which one counts would be a guess otherwise."""
     for file, header in headers.items():
-        if LM_HEAD in header:
+        for name in (name for name in header if names.logical(name) == LM_HEAD):
             with safe_open(str(file), framework="pt", device="cpu") as tensors:
-                head = _read(tensors, LM_HEAD, embedding).to(embedding.parameter)
+                head = _read(tensors, name, embedding).to(embedding.parameter)
             if not torch.equal(head, embedding.parameter):
                 raise ConfigError(f"{file}: {LM_HEAD} differs from {EMBEDDING}, but `tie_word_embeddings` is true")
 

@@ -17,11 +17,16 @@ EosIds = int | list[int] | None
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """Fields read from `config.json`."""
+    """Fields read from `config.json`, or from its `text_config` where the model has other parts, too."""
 
-    vocab_size: int
+    vocab_size: int | None = None
+    """Only a `text_config` may leave it out, where its class has a default."""
     max_position_embeddings: int | None = None
     eos_token_id: EosIds = None
+
+
+class _ConfigFile(ModelConfig, frozen=True):
+    text_config: ModelConfig | None = None
 
 
 class GenerationConfig(msgspec.Struct, frozen=True):
@@ -87,6 +92,18 @@ def read_optional(path: Path, kind: type[J]) -> J | None:
     return read_required(path, kind) if path.exists() else None
 
 
+def model_config(folder: Path) -> ModelConfig:
+    """What `config.json` says of the text. Raises `ConfigError` as `read_required` does."""
+    file = folder / "config.json"
+    config = read_required(file, _ConfigFile)
+    text = config.text_config
+    if text is not None:
+        return text if config.eos_token_id is None else msgspec.structs.replace(text, eos_token_id=config.eos_token_id)
+    if config.vocab_size is None:
+        raise ConfigError(f"{file}: Object missing required field `vocab_size`")
+    return config
+
+
 def special_tokens(folder: Path) -> dict[str, str]:
     """Special tokens by name (`bos_token`...); `special_tokens_map.json` goes before `tokenizer_config.json`."""
     tokens: dict[str, str] = {}
@@ -123,7 +140,7 @@ def eos_ids(folder: Path, model: ModelConfig) -> tuple[int, ...]:
     return ()
 
 
-def _check_ids(folder: Path, ids: tuple[int, ...], vocab_size: int) -> None:
+def _check_ids(folder: Path, ids: tuple[int, ...], vocab_size: int | None) -> None:
     for token_id in ids:
-        if not 0 <= token_id < vocab_size:
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise ConfigError(f"{folder}: eos_token_id {token_id} is not in the vocabulary of {vocab_size}")

@@ -213,10 +213,10 @@ def load_model(
     if path == FAKE_MODEL_PATH:
         return fake_model(name, max_model_len or FAKE_MAX_MODEL_LEN)
     folder = Path(path)
-    config = checkpoint.read_required(folder / "config.json", checkpoint.ModelConfig)
+    config, backend = checkpoint.model_config(folder), _read_backend(folder / "tokenizer.json")
     info = ModelInfo(
         name=name,
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size or backend.get_vocab_size(),
         max_model_len=_model_len(folder, config, max_model_len),
         eos_token_ids=checkpoint.eos_ids(folder, config),
     )
@@ -224,7 +224,7 @@ def load_model(
     special_tokens = checkpoint.special_tokens(folder)
     template = None if source is None else ChatTemplate(source, special_tokens)
     tokenizer = Tokenizer(
-        _read_backend(folder / "tokenizer.json"),
+        backend,
         template,
         special_tokens_in_chat=special_tokens_in_chat,
         nonce=nonce,

@@ -9,6 +9,7 @@ from disagg.engine.checkpoint.families.gemma import GEMMA_2, GEMMA_3
 from disagg.engine.checkpoint.families.granite import GRANITE
 from disagg.engine.checkpoint.families.llama import LLAMA
 from disagg.engine.checkpoint.families.mistral import MINISTRAL, MINISTRAL_3, MISTRAL
+from disagg.engine.checkpoint.families.multimodal import GEMMA_3_IMAGES, MISTRAL_3_IMAGES
 from disagg.engine.checkpoint.families.olmo import OLMO_3
 from disagg.engine.checkpoint.families.phi import PHI_3
 from disagg.engine.checkpoint.families.qwen import QWEN2, QWEN3
@@ -22,10 +23,12 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL,
     MINISTRAL,
     MINISTRAL_3,
+    MISTRAL_3_IMAGES,
     QWEN2,
     QWEN3,
     GEMMA_2,
     GEMMA_3,
+    GEMMA_3_IMAGES,
     PHI_3,
     GRANITE,
     OLMO_3,

@@ -39,13 +39,16 @@ NAMES = {
     "olmo3": "Olmo3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma3_images": "Gemma3ForConditionalGeneration",
+    "mistral3_images": "Mistral3ForConditionalGeneration",
 }
 
 
 def refusal(folder: Path, family: str, fields: dict[str, Any]) -> str:
     """The error, which must begin with the file."""
     file = folder / "config.json"
-    file.write_text(json.dumps({**BASE, "architectures": [NAMES[family]], **fields}))
+    base = {} if "images" in family else BASE
+    file.write_text(json.dumps({**base, "architectures": [NAMES[family]], **fields}))
     with pytest.raises(ConfigError) as caught:
         read_model_config(folder)
     start, message = f"{file}: ", str(caught.value)
@@ -56,8 +59,9 @@ def refusal(folder: Path, family: str, fields: dict[str, Any]) -> str:
 @pytest.mark.parametrize("family", NAMES)
 def test_what_is_changed_below_is_right(tmp_path: Path, family: str) -> None:
     beta = {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}}
-    fields = {**BASE, "architectures": [NAMES[family]], **(beta if family == "ministral3" else {})}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    fields = {**BASE, **(beta if family == "ministral3" else {})}
+    fields = {"text_config": fields, "vision_config": {"depth": 3}} if "images" in family else fields
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [NAMES[family]], **fields}))
     assert read_model_config(tmp_path).num_layers == 4
 
 
@@ -183,6 +187,28 @@ def test_what_is_changed_below_is_right(tmp_path: Path, family: str) -> None:
             "olmo3",
             {"rope_scaling": {"type": "proportional"}},
             "rope type 'proportional' is not supported; supported are",
+        ),
+        # text beside images
+        ("gemma3_images", {"text_config": None}, "`text_config` is missing"),
+        (
+            "mistral3_images",
+            {"text_config": {"model_type": "qwen2"}},
+            "text_config: `model_type` 'qwen2' is not suppor",
+        ),
+        (
+            "gemma3_images",
+            {"text_config": {"hidden_size": "a"}},
+            "text_config: `hidden_size` must be a whole number of",
+        ),
+        (
+            "gemma3_images",
+            {"text_config": {**BASE, "altup_num_inputs": 4}},
+            "text_config: `altup_num_inputs` = 4 is not",
+        ),
+        (
+            "gemma3_images",
+            {"text_config": BASE, "audio_config": {"a": 1}},
+            "`audio_config` = {'a': 1} is not known for",
         ),
         ("ministral3", {}, "`llama_4_scaling_beta` is missing"),
         (
