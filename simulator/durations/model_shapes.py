@@ -14,7 +14,7 @@ DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder of the Llama family. `num_heads` and `num_kv_heads` are those of queries and of keys and
+    """A dense decoder. `num_heads` and `num_kv_heads` are those of queries and of keys and
     values."""
 
     name: str
@@ -33,6 +33,11 @@ class ModelShape:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Norms over each head of q and k."""
+    whole_qk_norm: bool = False
+    """Norms over all heads of q, and over all of k."""
+    norms_per_layer: int = 2
+    """Number of norms over the hidden size."""
 
     @property
     def q_size(self) -> int:
@@ -53,7 +58,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Number of all parameters in the checkpoint."""
-        layer = self.layer_matrix_parameters + 2 * self.hidden_size
+        layer = self.layer_matrix_parameters + self.norms_per_layer * self.hidden_size
+        layer += self.whole_qk_norm * (self.q_size + self.kv_size)
         layer += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size) + self.qk_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -101,7 +107,9 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         qkv_bias=attention.qkv_bias,
         o_bias=attention.o_bias,
         mlp_bias=ffn.bias,
-        qk_norm=attention.qk_norm,
+        qk_norm=attention.qk_norm == "head",
+        whole_qk_norm=attention.qk_norm == "whole",
+        norms_per_layer=4 if config.layers[0].norms == "both" else 2,
     )
 
 

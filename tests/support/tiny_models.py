@@ -198,9 +198,7 @@ def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float
     """Write a checkpoint of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call, and return it."""
     import transformers
 
-    described = {**KINDS, **FAMILY_KINDS}[kind]
-    family = described.family
-    config = getattr(transformers, f"{described.config or family}Config")(**{**BASE, **described.changes})
+    family, config = _described(kind).family, _config(kind)
     generator_state = torch.random.get_rng_state()
     try:
         torch.manual_seed(20)
@@ -212,6 +210,22 @@ def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float
     _write_json(folder / "generation_config.json", {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID})
     _write_tokenizer(folder)
     return folder
+
+
+def _described(kind: str) -> _Kind:
+    return {**KINDS, **FAMILY_KINDS}[kind]
+
+
+def _config(kind: str) -> Any:
+    import transformers
+
+    described = _described(kind)
+    return getattr(transformers, f"{described.config or described.family}Config")(**{**BASE, **described.changes})
+
+
+def transformers_config(kind: str) -> dict[str, Any]:
+    """The config.json of a checkpoint, whose weights are not made."""
+    return {**_config(kind).to_diff_dict(), "architectures": [f"{_described(kind).family}ForCausalLM"]}
 
 
 def reference_generate(folder: Path, prompt_ids: list[int], num_tokens: int) -> tuple[list[int], Tensor]:

@@ -57,6 +57,8 @@ class TensorNames:
 class Family:
     """Models that one function reads."""
 
+    models: str
+    """Some that were published."""
     architectures: tuple[str, ...]
     """Names in `architectures` of config.json."""
     model_types: tuple[str, ...]

@@ -100,5 +100,13 @@ def _model(
 
 _NAMES = TensorNames(ffn_norm="pre_feedforward_layernorm")
 
-GEMMA_2 = Family(architectures=("Gemma2ForCausalLM",), model_types=("gemma2",), read=_read_gemma2, names=_NAMES)
-GEMMA_3 = Family(architectures=("Gemma3ForCausalLM",), model_types=("gemma3_text",), read=_read_gemma3, names=_NAMES)
+GEMMA_2 = Family(
+    models="Gemma 2", architectures=("Gemma2ForCausalLM",), model_types=("gemma2",), read=_read_gemma2, names=_NAMES
+)
+GEMMA_3 = Family(
+    models="Gemma 3 270M and 1B",
+    architectures=("Gemma3ForCausalLM",),
+    model_types=("gemma3_text",),
+    read=_read_gemma3,
+    names=_NAMES,
+)

@@ -30,4 +30,4 @@ def _read(fields: JsonFields) -> ModelConfig:
     )
 
 
-GRANITE = Family(architectures=("GraniteForCausalLM",), model_types=("granite",), read=_read)
+GRANITE = Family(models="Granite 3, dense", architectures=("GraniteForCausalLM",), model_types=("granite",), read=_read)

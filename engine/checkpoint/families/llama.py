@@ -20,4 +20,9 @@ def _read(fields: JsonFields) -> ModelConfig:
     return read_model(fields, sizes, (layer,) * sizes.num_layers, max_positions=max_positions(fields, rope))
 
 
-LLAMA = Family(architectures=("LlamaForCausalLM",), model_types=("llama",), read=_read)
+LLAMA = Family(
+    models="Llama 2, 3, 3.1, 3.2 (1B, 3B) and 3.3, SmolLM, SmolLM2, Yi",
+    architectures=("LlamaForCausalLM",),
+    model_types=("llama",),
+    read=_read,
+)

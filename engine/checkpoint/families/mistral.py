@@ -54,6 +54,18 @@ def _model(
     return read_model(fields, sizes, layers, max_positions=max_positions(fields, rope), eps=eps)
 
 
-MISTRAL = Family(architectures=("MistralForCausalLM",), model_types=("mistral",), read=_read_mistral)
-MINISTRAL = Family(architectures=("MinistralForCausalLM",), model_types=("ministral",), read=_read_ministral)
-MINISTRAL_3 = Family(architectures=("Ministral3ForCausalLM",), model_types=("ministral3",), read=_read_ministral3)
+MISTRAL = Family(
+    models="Mistral 7B, Mistral Nemo, Mistral Small 3",
+    architectures=("MistralForCausalLM",),
+    model_types=("mistral",),
+    read=_read_mistral,
+)
+MINISTRAL = Family(
+    models="Ministral 8B", architectures=("MinistralForCausalLM",), model_types=("ministral",), read=_read_ministral
+)
+MINISTRAL_3 = Family(
+    models="Ministral 3, text alone",
+    architectures=("Ministral3ForCausalLM",),
+    model_types=("ministral3",),
+    read=_read_ministral3,
+)

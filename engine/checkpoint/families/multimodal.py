@@ -58,6 +58,7 @@ def _names(text: TensorNames) -> TensorNames:
 
 
 GEMMA_3_IMAGES = Family(
+    models="Gemma 3 4B, 12B and 27B: their text",
     architectures=("Gemma3ForConditionalGeneration",),
     model_types=("gemma3",),
     read=_reader(
@@ -72,6 +73,7 @@ GEMMA_3_IMAGES = Family(
     names=_names(GEMMA_3.names),
 )
 MISTRAL_3_IMAGES = Family(
+    models="Mistral Small 3.1 and 3.2, Ministral 3: their text",
     architectures=("Mistral3ForConditionalGeneration",),
     model_types=("mistral3",),
     read=_reader((MISTRAL, MINISTRAL_3), {}),

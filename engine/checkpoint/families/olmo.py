@@ -42,4 +42,4 @@ def _read(fields: JsonFields) -> ModelConfig:
     return read_model(fields, sizes, layers, max_positions=longest, eps=1e-5)
 
 
-OLMO_3 = Family(architectures=("Olmo3ForCausalLM",), model_types=("olmo3",), read=_read)
+OLMO_3 = Family(models="Olmo 3", architectures=("Olmo3ForCausalLM",), model_types=("olmo3",), read=_read)

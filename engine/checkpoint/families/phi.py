@@ -36,6 +36,7 @@ def _read(fields: JsonFields) -> ModelConfig:
 
 
 PHI_3 = Family(
+    models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
     architectures=("Phi3ForCausalLM",),
     model_types=("phi3",),
     read=_read,

@@ -46,5 +46,5 @@ def read_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
     return layer_windows(fields, num_layers, window, slides)
 
 
-QWEN2 = Family(architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), read=_read_qwen2)
-QWEN3 = Family(architectures=("Qwen3ForCausalLM",), model_types=("qwen3",), read=_read_qwen3)
+QWEN2 = Family(models="Qwen2, Qwen2.5", architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), read=_read_qwen2)
+QWEN3 = Family(models="Qwen3, dense", architectures=("Qwen3ForCausalLM",), model_types=("qwen3",), read=_read_qwen3)

@@ -45,4 +45,4 @@ def _layers_with_rope(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, given))
 
 
-SMOLLM_3 = Family(architectures=("SmolLM3ForCausalLM",), model_types=("smollm3",), read=_read)
+SMOLLM_3 = Family(models="SmolLM3", architectures=("SmolLM3ForCausalLM",), model_types=("smollm3",), read=_read)

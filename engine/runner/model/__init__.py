@@ -1,1 +1,1 @@
-"""The decoder of the Llama family, in plain torch over `disagg.kernels.dispatch`."""
+"""The decoder of all families, in plain torch over `disagg.kernels.dispatch`."""

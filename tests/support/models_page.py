@@ -1,0 +1,121 @@
+"""The table of docs/models.md, from the families and from the configurations that their exactness tests use.
+
+python -m tests.support.models_page      prints the table
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.families.family import Family
+from disagg.engine.checkpoint.families.registry import FAMILIES, family_of
+from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig, RopeConfig
+from tests.support.tiny_models import FAMILY_KINDS, KINDS, transformers_config
+
+TESTS = (
+    ("tests/unit/engine/test_model.py", KINDS),
+    ("tests/unit/engine/test_families.py", FAMILY_KINDS),
+)
+"""Each exactness test, with the checkpoints that it compares with transformers."""
+HEAD = ("| models | architecture | parts beside those of every model | exactness test |", "|---|---|---|---|")
+
+
+def table() -> str:
+    """One row for each family, in their order."""
+    tested: dict[str, dict[str, ModelConfig]] = {}
+    for file, kinds in TESTS:
+        for kind in kinds:
+            for config in configs_of(kind):
+                rows = tested.setdefault(config.architecture, {})
+                rows[f"`{file}[{kind}]`" if not rows else f"`[{kind}]`"] = config
+    return "\n".join((*HEAD, *(_row(family, tested) for family in FAMILIES)))
+
+
+def configs_of(kind: str) -> list[ModelConfig]:
+    """The configuration of a tiny checkpoint, alone and as the text beside images where there is such a family."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = transformers_config(kind)
+        found = [_read(Path(folder), values)]
+        for family in FAMILIES:
+            if family.names.unused and found[0].architecture == TEXT_OF[family.architectures[0]]:
+                outer = {"architectures": [family.architectures[0]], "text_config": values}
+                found.append(_read(Path(folder), outer))
+        return found
+
+
+TEXT_OF = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
+}
+"""Which text the models with images have here."""
+
+
+def _read(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model_config(folder)
+
+
+def _row(family: Family, tested: dict[str, dict[str, ModelConfig]]) -> str:
+    configs = {test: config for name in family.architectures for test, config in tested[name].items()}
+    architectures = ", ".join(f"`{name}`" for name in family.architectures)
+    return f"| {family.models} | {architectures} | {', '.join(_parts(configs.values()))} | {', '.join(configs)} |"
+
+
+def _parts(configs: Iterable[ModelConfig]) -> list[str]:
+    """What some of the configurations have beside what each decoder has, each once."""
+    found: dict[str, None] = {}
+    for config in configs:
+        names = family_of(config.architecture).names
+        fused = [part for part, held in (("q, k, v", names.qkv), ("gate, up", names.gate_up)) if len(held) == 1]
+        values = (
+            f"{' and '.join(fused)} in one tensor" if fused else "",
+            "norms by 1 + weight" if config.plus_one_norms else "",
+            *(part for layer in config.layers for part in _layer_parts(layer)),
+            "layers without rope" if None in {layer.attention.rope for layer in config.layers} else "",
+            "a rope for each kind of layer" if len(config.ropes) > 1 else "",
+            *(part for rope in config.ropes for part in _rope_parts(rope)),
+            "embedding multiplier" if config.embedding_multiplier != 1.0 else "",
+            "residual multiplier" if config.residual_multiplier != 1.0 else "",
+            "logits divisor" if config.logits_divisor != 1.0 else "",
+            "soft cap of logits" if config.logits_soft_cap is not None else "",
+        )
+        found |= dict.fromkeys(part for part in values if part)
+    return list(found) or ["none"]
+
+
+def _layer_parts(layer: LayerConfig) -> list[str]:
+    attention, ffn = layer.attention, layer.ffn
+    norms = {"before": "", "after": "norms of outputs", "both": "norms of inputs and outputs"}
+    qk_norms = {"none": "", "head": "norm of each head of q and k", "whole": "norm of all heads of q and of k"}
+    return [
+        norms[layer.norms],
+        "biases of attention" if attention.qkv_bias or attention.o_bias else "",
+        "biases of the MLP" if ffn.bias else "",
+        qk_norms[attention.qk_norm],
+        "windows" if attention.window is not None else "",
+        "soft cap of scores" if attention.soft_cap is not None else "",
+        "sinks" if attention.sinks else "",
+        {"silu": "", "gelu_tanh": "gelu"}[ffn.activation],
+    ]
+
+
+def _rope_parts(rope: RopeConfig) -> list[str]:
+    return [
+        "" if rope.kind == "default" else f"{rope.kind} rope",
+        "rope of a share of the head" if rope.share != 1.0 else "",
+        "scale of q by position" if rope.query_beta else "",
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
