@@ -113,11 +113,8 @@ class RopeWrite:
     """The norms are those of `rms_norm` with `plus_one`."""
     query_scale_P: Tensor | None = None
     """Factor of the rotated q at each position, in its dtype; None for one."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all heads of q, and all of k, have one norm."""
-        return self.q_norm_D is not None and self.q_norm_D.shape[0] != self.key_cache_NKBD.shape[3]
+    is_whole: bool = False
+    """All heads of q, and all of k, have one norm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -280,7 +280,9 @@ class NativeOps(Ops):
         q_heads, k_heads = (N, K) if is_whole else (1, 1)
         if not (_is_vector(layer.q_norm_D, q_heads * D, dtype) and _is_vector(layer.k_norm_D, k_heads * D, dtype)):
             return None
-        if (is_whole and layer.k_norm_D is None) or not _is_vector(layer.query_scale_P, P, dtype):
+        if (is_whole and (layer.q_norm_D is None or layer.k_norm_D is None)) or not _is_vector(
+            layer.query_scale_P, P, dtype
+        ):
             return None
         out = new_output((T, N, D), dtype)
         self._qkv_rope_write(

@@ -182,6 +182,7 @@ class _Layer:
             *cache,
             plus_one=norms.plus_one,
             query_scale_P=table.query_scale_P,
+            is_whole=attention.qk_norm == "whole",
         )
         self._form = AttentionForm(attention.scale, attention.window, attention.soft_cap, parameters.sinks_N)
         self._num_kv_heads, self._head_dim = local.num_kv_heads, local.head_dim

@@ -28,6 +28,7 @@ class Case:
     """Tokens at scattered positions and slots of layer 1 of a two-layer cache of zeros; token 2 has no slot."""
 
     plus_one = False
+    is_whole = False
     query_scale: Tensor | None = None
 
     def __init__(
@@ -60,7 +61,16 @@ class Case:
         args = {"positions": self.positions, "slots": self.slots, "qkv": self.qkv, "cos": self.cos, **changes}
         keys, values = self.cache[:, 1, 0], self.cache[:, 1, 1]
         layer = RopeWrite(
-            self.q_norm, self.k_norm, EPS, args["cos"], self.sin, keys, values, self.plus_one, self.query_scale
+            self.q_norm,
+            self.k_norm,
+            EPS,
+            args["cos"],
+            self.sin,
+            keys,
+            values,
+            self.plus_one,
+            self.query_scale,
+            self.is_whole,
         )
         squares = args.get("squares")
         out: Tensor = ops.qkv_rope_write(args["qkv"], args["positions"], args["slots"], layer, squares)
@@ -123,6 +133,7 @@ def test_a_norm_of_all_heads(ops: Any, given: bool, dtype: torch.dtype) -> None:
     """Of all that are here, or by the sums of all ranks: here of three that have the same."""
     T, N, K, D = 9, 4, 2, 16
     case = Case(T, N, K, D, dtype, norms=True)
+    case.is_whole = True
     generator = torch.Generator().manual_seed(3)
     case.q_norm, case.k_norm = (torch.randn(n * D, generator=generator).to(dtype) for n in (N, K))
     sums = ops.head_squares(case.qkv, K, D)

@@ -173,7 +173,7 @@ def test_norms_of_all_heads_and_a_scale_of_q(ops: TritonOps, rotary_dim: int, gi
     assert sums is not None
     squares = HeadSquares(2 * sums, 2 * 4 * 32, 3 * 2 * 32) if given else None
     q_norm, k_norm = random(4 * 32, dtype=torch.float32), random(2 * 32, dtype=torch.float32)
-    assert_same_rows(ops, case, q_norm, k_norm, query_scale_P=torch.linspace(1.0, 2.0, 9), squares=squares)
+    assert_same_rows(ops, case, q_norm, k_norm, squares, query_scale_P=torch.linspace(1.0, 2.0, 9), is_whole=True)
 
 
 def assert_same_rows(
