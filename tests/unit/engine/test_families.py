@@ -3,10 +3,12 @@ same bits in any batch. Windows are shorter than the prompts."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model_runner import TorchModelRunner
@@ -65,6 +67,31 @@ def test_long_sequences_take_the_long_factors_of_longrope(folders: dict[str, Pat
     expected = reference_logits(folders["phi3_longrope"], token_ids)[-1]
     runner = make_runner(folders["phi3_longrope"], max_model_len=200)
     assert_logits_close(prefill(runner, make_sequence(token_ids, BLOCKS), chunk_tokens=64), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "before"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration", "language_model."),
+        ("ministral3", "Mistral3ForConditionalGeneration", "model.language_model."),
+    ],
+)
+def test_the_text_of_a_model_of_images_is_that_of_the_model_of_text(
+    folders: dict[str, Path], tmp_path: Path, kind: str, architecture: str, before: str
+) -> None:
+    """With the names of transformers 4 and 5; what is read of the encoder is nothing."""
+    text = json.loads((folders[kind] / "config.json").read_text())
+    outer = {"architectures": [architecture], "text_config": text, "vision_config": {"hidden_size": 8}}
+    outer["tie_word_embeddings"] = text.pop("tie_word_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = {"vision_tower.patches.weight": torch.zeros(3)}
+    for name, tensor in load_file(folders[kind] / "model.safetensors").items():
+        tensors[before + (name if before == "language_model." else name.removeprefix("model."))] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    whole, beside_images = make_sequence(PROMPT, BLOCKS), make_sequence(PROMPT, BLOCKS)
+    expected = generate(make_runner(folders[kind]), whole, 3)
+    assert torch.equal(generate(make_runner(tmp_path), beside_images, 3), expected)
 
 
 @pytest.mark.parametrize("kind", FAMILY_KINDS)

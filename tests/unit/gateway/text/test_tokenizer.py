@@ -121,6 +121,21 @@ def test_the_end_of_sequence(tmp_path: Path, changes: dict[str, Any], eos: tuple
     assert load(tmp_path, **changes).info.eos_token_ids == eos
 
 
+@pytest.mark.parametrize(
+    ("config", "vocab_size", "eos"),
+    [
+        ({"text_config": {"vocab_size": 330, "max_position_embeddings": 8, "eos_token_id": 3}}, 330, (3,)),
+        ({"text_config": {"max_position_embeddings": 8, "eos_token_id": 3}, "eos_token_id": [1]}, VOCAB_SIZE, (1,)),
+    ],
+)
+def test_the_text_of_a_model_of_images(
+    tmp_path: Path, config: dict[str, Any], vocab_size: int, eos: tuple[int, ...]
+) -> None:
+    """A vocabulary that is not named is that of the tokenizer."""
+    info = load(tmp_path, config=config, generation_config=None).info
+    assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (vocab_size, 8, eos)
+
+
 def test_a_shorter_context(tmp_path: Path) -> None:
     assert served_model(tmp_path, 50).info.max_model_len == 50
     with pytest.raises(ConfigError, match="129 is more than the 128 positions"):
