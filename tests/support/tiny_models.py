@@ -134,7 +134,7 @@ FAMILY_KINDS = {
         },
     ),
     "mistral_window": _Kind("Mistral", {"sliding_window": 16}),
-    "ministral": _Kind("Ministral", {"sliding_window": 16, "layer_types": [_SLIDING, _FULL, _SLIDING]}),
+    "ministral": _Kind("Ministral", {"head_dim": 16, "sliding_window": 16, "layer_types": [_SLIDING, _FULL, _SLIDING]}),
     "ministral3": _Kind(
         "Ministral3",
         {
@@ -171,7 +171,6 @@ FAMILY_KINDS = {
             "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": 5.0,
             "final_logit_softcapping": 9.0,
-            "tie_word_embeddings": True,
         },
     ),
     "gemma3": _Kind(
@@ -182,7 +181,6 @@ FAMILY_KINDS = {
             "sliding_window": 16,
             "sliding_window_pattern": 3,
             "query_pre_attn_scalar": 24,
-            "tie_word_embeddings": True,
             "rope_parameters": {
                 _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
                 _FULL: {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},

@@ -89,7 +89,7 @@ def test_a_llama_config_in_full(tmp_path: Path) -> None:
 def test_what_the_families_have(tmp_path: Path, config: dict[str, Any], expected: tuple[bool, ...]) -> None:
     for layer in read(tmp_path, config).layers:
         attention = layer.attention
-        assert (attention.qkv_bias, attention.o_bias, layer.ffn.bias, attention.qk_norm) == expected
+        assert (attention.qkv_bias, attention.o_bias, layer.ffn.bias, attention.qk_norm == "head") == expected
 
 
 def test_defaults_of_the_families(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_end_tokens(
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be true or false, not 'yes'"),
         ({"eos_token_id": "</s>"}, "`eos_token_id` must be a token id or a list of them, not '</s>'"),
         ({"rope_scaling": "linear"}, "rope parameters must be an object"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported; supported are default"),
+        ({"rope_scaling": {"type": "axial"}}, "rope type 'axial' is not supported; supported are default"),
         ({"rope_scaling": {"type": "linear"}}, "`factor` is missing"),
         ({"rope_scaling": {**LLAMA3_SCALING, "type": "llama3", "low_freq_factor": 4.0}}, "`low_freq_factor` .* less"),
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` other than 1"),
