@@ -32,7 +32,8 @@ def table() -> str:
         for kind in kinds:
             for config in configs_of(kind):
                 rows = tested.setdefault(config.architecture, {})
-                rows[f"`{file}[{kind}]`" if not rows else f"`[{kind}]`"] = config
+                is_named = any(row.startswith(f"`{file}") for row in rows)
+                rows[f"`[{kind}]`" if is_named else f"`{file}[{kind}]`"] = config
     return "\n".join((*HEAD, *(_row(family, tested) for family in FAMILIES)))
 
 
@@ -106,7 +107,7 @@ def _layer_parts(layer: LayerConfig) -> list[str]:
 
 def _rope_parts(rope: RopeConfig) -> list[str]:
     return [
-        "" if rope.kind == "default" else f"{rope.kind} rope",
+        {"default": "", "longrope": "longrope"}.get(rope.kind, f"{rope.kind} rope"),
         "rope of a share of the head" if rope.share != 1.0 else "",
         "scale of q by position" if rope.query_beta else "",
     ]
