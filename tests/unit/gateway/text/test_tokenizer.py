@@ -125,13 +125,13 @@ def test_the_end_of_sequence(tmp_path: Path, changes: dict[str, Any], eos: tuple
     ("config", "vocab_size", "eos"),
     [
         ({"text_config": {"vocab_size": 330, "max_position_embeddings": 8, "eos_token_id": 3}}, 330, (3,)),
-        ({"text_config": {"max_position_embeddings": 8, "eos_token_id": 3}, "eos_token_id": [1]}, VOCAB_SIZE, (1,)),
+        ({"text_config": {"max_position_embeddings": 8, "eos_token_id": 3}, "eos_token_id": [1]}, 300, (1,)),
     ],
 )
 def test_the_text_of_a_model_of_images(
     tmp_path: Path, config: dict[str, Any], vocab_size: int, eos: tuple[int, ...]
 ) -> None:
-    """A vocabulary that is not named is that of the tokenizer."""
+    """A vocabulary whose size is not named has that of the tokenizer, here 300."""
     info = load(tmp_path, config=config, generation_config=None).info
     assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (vocab_size, 8, eos)
 

@@ -77,7 +77,7 @@ def test_gelu_sums_and_functions_of_a_number(ops: TritonOps, dtype: torch.dtype)
     x, y = gate_up[:, :1030], gate_up[:, 1030:]
     assert_close(ops.add(x, y), reference.add(x, y))
     for function in get_args(Pointwise):
-        assert_close(ops.pointwise(x, function, 6.0), reference.pointwise(x, function, 6.0))
+        assert_close(ops.pointwise(x, function, 1.7), reference.pointwise(x, function, 1.7))
 
 
 @DTYPES
@@ -158,7 +158,7 @@ def test_qkv_rope_write(
 @pytest.mark.parametrize("normed", [False, True])
 def test_only_the_first_dims_of_a_head_are_rotated(ops: TritonOps, rotary_dim: int, normed: bool) -> None:
     case = RopeCase((4, 2), 32, 16, torch.float32)
-    case.cos_PD, case.sin_PD = case.cos_PD[:, :rotary_dim].contiguous(), case.sin_PD[:, :rotary_dim].contiguous()
+    case.cos_PD, case.sin_PD = (table[:, : rotary_dim // 2].repeat(1, 2) for table in (case.cos_PD, case.sin_PD))
     q_norm, k_norm = case.norms if normed else (None, None)
     assert_same_rows(ops, case, q_norm, k_norm, plus_one=True)
 
@@ -167,13 +167,13 @@ def test_only_the_first_dims_of_a_head_are_rotated(ops: TritonOps, rotary_dim: i
 @pytest.mark.parametrize("rotary_dim", [20, 32])
 def test_norms_of_all_heads_and_a_scale_of_q(ops: TritonOps, rotary_dim: int, given: bool) -> None:
     case = RopeCase((4, 2), 32, 16, torch.float32)
-    case.cos_PD, case.sin_PD = case.cos_PD[:, :rotary_dim].contiguous(), case.sin_PD[:, :rotary_dim].contiguous()
+    case.cos_PD, case.sin_PD = (table[:, : rotary_dim // 2].repeat(1, 2) for table in (case.cos_PD, case.sin_PD))
     sums = ops.head_squares(case.qkv_TQ, 2, 32)
     assert_close(sums, reference.head_squares(case.qkv_TQ, 2, 32))
     assert sums is not None
     squares = HeadSquares(2 * sums, 2 * 4 * 32, 3 * 2 * 32) if given else None
     q_norm, k_norm = random(4 * 32, dtype=torch.float32), random(2 * 32, dtype=torch.float32)
-    assert_same_rows(ops, case, q_norm, k_norm, squares, query_scale_P=torch.linspace(1.0, 2.0, 9), is_whole=True)
+    assert_same_rows(ops, case, q_norm, k_norm, squares, query_scale_P=torch.linspace(0.25, 1.0, 9), is_whole=True)
 
 
 def assert_same_rows(
