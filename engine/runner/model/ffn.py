@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from disagg.engine.checkpoint.model_config import DenseConfig
 from disagg.engine.runner.collectives import Collective
@@ -99,8 +100,8 @@ class DenseFfn(Ffn):
         self._join = join
         self._activated = _ACTIVATIONS[config.activation]
 
+    @override
     def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `Ffn`."""
         p = self._p
         activated_TI = self._activated(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
         return self._join.project(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H)
