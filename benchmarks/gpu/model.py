@@ -118,8 +118,9 @@ def random_parameters(
     parameters.final_norm_H.fill_(1.0)
     weights: list[Any] = [parameters.lm_head_VH]
     for layer in parameters.layers:
-        layer.input_norm_H.fill_(1.0)
-        layer.ffn_norm_H.fill_(1.0)
+        for norm_H in (layer.input_norm_H, layer.ffn_norm_H):
+            assert norm_H is not None, "a model of the Llama family"
+            norm_H.fill_(1.0)
         weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
     for weight in weights:
         weight.normal_(0.0, weight.shape[1] ** -0.5)

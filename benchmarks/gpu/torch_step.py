@@ -76,7 +76,7 @@ class PlainStep:
         )
         return F.linear(attended_SN1D.flatten(1), layer.o_weight_HA)  # type: ignore[arg-type]
 
-    def _norm(self, x_SH: Tensor, weight_H: Tensor) -> Tensor:
+    def _norm(self, x_SH: Tensor, weight_H: Tensor | None) -> Tensor:
         return F.rms_norm(x_SH, (x_SH.shape[-1],), weight_H, 1e-5)
 
     def _turned(self, x_SND: Tensor) -> Tensor:

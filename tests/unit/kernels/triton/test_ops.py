@@ -185,10 +185,10 @@ def assert_same_rows(
     **changes: Any,
 ) -> None:
     expected_cache = case.cache.clone()
-    *arguments, layer = case.arguments(expected_cache, q_norm, k_norm)
-    expected_q = reference.qkv_rope_write(*arguments, replace(layer, **changes), squares)
-    *arguments, layer = case.arguments(case.cache, q_norm, k_norm)
-    assert_close(ops.qkv_rope_write(*arguments, replace(layer, **changes), squares), expected_q)
+    rows = (case.qkv_TQ, case.positions_T, case.slots_T)
+    layers = [replace(case.arguments(cache, q_norm, k_norm)[3], **changes) for cache in (expected_cache, case.cache)]
+    expected_q = reference.qkv_rope_write(*rows, layers[0], squares)
+    assert_close(ops.qkv_rope_write(*rows, layers[1], squares), expected_q)
     assert torch.equal(case.cache.isnan(), expected_cache.isnan())
     assert_close(case.cache.nan_to_num(), expected_cache.nan_to_num())
 
