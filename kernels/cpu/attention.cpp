@@ -279,7 +279,7 @@ class Attend {
     int64_t place(int64_t kv_head, int64_t row, int64_t head) const { return (kv_head * piece_.num_rows + row) * group_ + head; }
 
     void weigh_row(int64_t r) {
-        const int64_t seen = tokens_from(args_, piece_.row + r, piece_.start);
+        const int64_t seen = args_.lengths[piece_.row + r] - piece_.start;
         const int64_t run = piece_.num_rows == 1 ? args_.num_heads : group_;  // heads side by side
         for (int64_t first = 0; first < args_.num_heads; first += run)
             in_tiles<WEIGH_TILE>(run, [&](auto heads, int64_t n) {
