@@ -59,11 +59,13 @@ def _norm_factor(
 ) -> tl.tensor:
     """One over the root mean square of each head (`NORM` 1), or of all of them, by their sum of squares (2)."""
     if NORM == 2:
-        return tl.rsqrt(tl.load(squares_ptr) / size + eps)
-    squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
-    if REST:
-        squares += tl.sum(rest * rest, axis=1)
-    return tl.rsqrt(squares / (2 * HALF + REST) + eps)[:, None]
+        means = tl.load(squares_ptr) / size + tl.zeros((low.shape[0],), dtype=tl.float32)
+    else:
+        means = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        if REST:
+            means += tl.sum(rest * rest, axis=1)
+        means = means / (2 * HALF + REST)
+    return tl.rsqrt(means + eps)[:, None]
 
 
 @jit
@@ -204,11 +206,11 @@ def _kernel(
     rest = low
     if REST:
         rest = tl.load(source + 2 * HALF + rest_columns[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    tables = (positions_ptr + token, cos_ptr, sin_ptr, heads, columns, rest_columns, mask, rest_mask, HALF, REST)
+    tables = (positions_ptr + token, cos_ptr, sin_ptr, heads, columns, rest_columns, mask, rest_mask)
     places = (columns, rest_columns, mask, rest_mask)
     if is_q:
         norm = (q_norm_ptr, squares_ptr + 2 * token, q_size, eps)
-        low, high, rest = _norm_and_turn(low, high, rest, *norm, *tables, NORM_Q, PLUS_ONE, TURN)
+        low, high, rest = _norm_and_turn(low, high, rest, *norm, *tables, HALF, REST, NORM_Q, PLUS_ONE, TURN)
         if QUERY_SCALE:
             position = tl.load(positions_ptr + token).to(tl.int64)
             query_scale = tl.load(query_scale_ptr + position).to(tl.float32)
@@ -224,7 +226,7 @@ def _kernel(
                 _store_heads(cache_ptr, low, high, rest, *places, value_scale, HALF, REST, FP8)
             else:
                 norm = (k_norm_ptr, squares_ptr + 2 * token + 1, k_size, eps)
-                low, high, rest = _norm_and_turn(low, high, rest, *norm, *tables, NORM_K, PLUS_ONE, TURN)
+                low, high, rest = _norm_and_turn(low, high, rest, *norm, *tables, HALF, REST, NORM_K, PLUS_ONE, TURN)
                 cache_ptr = key_ptr + block * key_block_stride + offset
                 _store_heads(cache_ptr, low, high, rest, *places, key_scale, HALF, REST, FP8)
 
