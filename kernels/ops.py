@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from disagg.kernels.prefill_work import PrefillWork
@@ -230,7 +231,9 @@ class Ops(Protocol):
         /,
     ) -> Tensor | None:
         """Attention of one query row per sequence over its cached context; [S, N, D], in `out` (contiguous) if
-        given."""
+        given.
+
+        Values may be the first columns of the keys: a view of that cache. The result has as many."""
         ...
 
     def paged_prefill_attention(
@@ -264,6 +267,6 @@ class Ops(Protocol):
         ...
 
 
-def can_hold(out: Tensor | None, like: Tensor) -> bool:
-    """Whether a kernel can write a result of the dtype and shape of `like` into `out`; None stands for a new tensor."""
-    return out is None or (out.dtype == like.dtype and out.shape == like.shape and out.is_contiguous())
+def can_hold(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a kernel can write a result of this shape and dtype into `out`; None stands for a new tensor."""
+    return out is None or (out.dtype == dtype and out.shape == shape and out.is_contiguous())

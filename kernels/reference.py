@@ -212,7 +212,8 @@ def paged_decode_attention(
     """Attention of one query row per sequence over its first `context_lens` cached tokens, or the last of these that
     the window leaves; [S, N, D], in `out` if given.
 
-    Grouped queries: query head n reads KV head n // (N / K). Tables are int32, padded with 0, as are their entries
+    Grouped queries: query head n reads KV head n // (N / K). Values may be the first columns of the keys, a view of
+    that cache; the result has as many. Tables are int32, padded with 0, as are their entries
     before the window. Scores, softmax and the sum are fp32. A sequence of length 0 gives zeros.
     """
     S, N, D = q_SND.shape

@@ -28,7 +28,7 @@ constexpr int64_t AHEAD_BYTES = 8 << 10;
 constexpr int64_t MOST_ROWS = 16, SCORE_NUMBERS = 1 << 16;
 constexpr int64_t SCORES_STRIDE = PIECE_TOKENS + LANES;  // rows a power of two apart would share few sets of the cache
 
-// A cache of one layer: [num_blocks, K, B, D] with the inner [K, B, D] contiguous.
+// A cache of one layer: [num_blocks, K, B, D] with the inner [K, B, D] contiguous. Values may be the first numbers of the keys' rows.
 struct Cache {
     const void* keys;
     const void* values;
@@ -44,7 +44,7 @@ struct Decode {
     const int32_t* tables;
     int64_t table_stride, table_width;
     const int32_t* lengths;
-    int64_t num_seqs, num_heads, dim;
+    int64_t num_seqs, num_heads, dim, value_dim;
     Form form;
     const float* sinks;  // of each query head, or null
     void* out;
@@ -231,7 +231,7 @@ class Attend {
         : args_(args),
           piece_(piece),
           out_(out),
-          shape_{static_cast<int>(args.dim)},
+          shape_{static_cast<int>(args.value_dim), static_cast<int>(args.dim)},
           group_(args.num_heads / args.cache.num_kv_heads),
           chunks_(args, piece, following),
           ahead_(args, piece, following) {
@@ -241,7 +241,7 @@ class Attend {
 
     void run() {
         load_queries();
-        walk(args_.cache.keys, UNIT_BYTES, [&](int64_t kv_head, const T* rows, int64_t row_bytes, int64_t token, int) {
+        walk(args_.cache.keys, args_.dim, UNIT_BYTES, [&](int64_t kv_head, const T* rows, int64_t row_bytes, int64_t token, int) {
             in_tiles<SCORE_TILE>(piece_.num_rows * group_, [&](auto heads, int64_t n) __attribute__((always_inline)) {
                 const int64_t at = place(kv_head, 0, n);
                 score<T, heads(), UNITS>(queries_ + at * query_registers_, query_registers_, num_units_, rows, row_bytes,
@@ -250,7 +250,7 @@ class Attend {
         });
         for (int64_t r = 0; r < piece_.num_rows; ++r) weigh_row(r);
         std::fill_n(out_.sums()[0], piece_.num_rows * args_.num_heads * RowOps::VECS, splat(0.0f));
-        walk(args_.cache.values, sizeof(T), [&](int64_t kv_head, const T* rows, int64_t, int64_t token, int count) {
+        walk(args_.cache.values, args_.value_dim, sizeof(T), [&](int64_t kv_head, const T* rows, int64_t, int64_t token, int count) {
             if (piece_.start + token >= piece_.last_first && (piece_.num_rows == 1 || token + LANES <= piece_.least))
                 return add(kv_head, 0, piece_.num_rows, rows, token, count);
             for (int64_t r = 0; r < piece_.num_rows; ++r) add_some(kv_head, r, rows, token, count);
@@ -312,12 +312,12 @@ class Attend {
     }
 
     // `visit(kv_head, rows, row_bytes, token, count)` for runs of up to sixteen rows of a plane of the cache, `row_bytes` apart: a
-    // multiple of `unit`. Before each run all rows of another one, ahead of it, are prefetched. Where lines go into the first-level
+    // multiple of `unit`. Rows have `dim` numbers. Before each run all rows of another one, ahead of it, are prefetched. Where lines go into the first-level
     // cache, adjacent blocks are left to the hardware prefetcher, which detects the sequence of the reads.
     template <class Visit>
-    void walk(const void* plane, int64_t unit, Visit visit) {
-        const int64_t block_size = args_.cache.block_size, row_bytes = shape_.dim * static_cast<int64_t>(sizeof(T));
-        if (block_size % LANES || row_bytes % UNIT_BYTES) return walk_copies(plane, round_up(row_bytes, unit), visit);
+    void walk(const void* plane, int64_t dim, int64_t unit, Visit visit) {
+        const int64_t block_size = args_.cache.block_size, row_bytes = args_.dim * static_cast<int64_t>(sizeof(T));
+        if (block_size % LANES || row_bytes % UNIT_BYTES) return walk_copies(plane, dim, round_up(row_bytes, unit), visit);
         const int64_t begin = piece_.first / LANES * LANES, end = piece_.start + piece_.num_tokens;
         int64_t block_end = begin / block_size * block_size + block_size;
         for (int64_t first = begin; first < end; first = block_end, block_end += block_size) {
@@ -327,8 +327,8 @@ class Attend {
                 const T *rows = chunks_.next(), *later = ahead_.next();
                 for (int64_t t = 0; t < count; t += LANES) {
                     const int run = static_cast<int>(std::min<int64_t>(count - t, LANES));
-                    if (prefetches) prefetch_range(later + t * shape_.dim, LANES * row_bytes);
-                    visit(kv_head, rows + t * shape_.dim, row_bytes, first - piece_.start + t, run);
+                    if (prefetches) prefetch_range(later + t * args_.dim, LANES * row_bytes);
+                    visit(kv_head, rows + t * args_.dim, row_bytes, first - piece_.start + t, run);
                 }
             }
         }
@@ -336,7 +336,7 @@ class Attend {
 
     // The same where runs are of several blocks, or rows of a number of bytes that does not fit: each is copied first.
     template <class Visit>
-    void walk_copies(const void* plane, int64_t row_bytes, Visit visit) {
+    void walk_copies(const void* plane, int64_t dim, int64_t row_bytes, Visit visit) {
         const Cache& cache = args_.cache;
         const int32_t* blocks = args_.tables + piece_.longest * args_.table_stride;
         alignas(4 * LANES) char copies[LANES * MAX_HEAD_DIM * sizeof(T)];
@@ -348,7 +348,7 @@ class Attend {
                 for (int64_t t = std::max<int64_t>(skipped - token, 0); t < count; ++t) {
                     const int64_t at = piece_.start + token + t, row = kv_head * cache.block_size + at % cache.block_size;
                     const T* block = static_cast<const T*>(plane) + blocks[at / cache.block_size] * cache.block_stride;
-                    std::copy_n(block + row * args_.dim, args_.dim, reinterpret_cast<T*>(copies + t * row_bytes));
+                    std::copy_n(block + row * args_.dim, dim, reinterpret_cast<T*>(copies + t * row_bytes));
                 }
                 visit(kv_head, reinterpret_cast<const T*>(copies), row_bytes, token, static_cast<int>(count));
             }
@@ -371,12 +371,12 @@ class Attend {
 template <class T, int DIM, class PartialOf>
 void put_together(const Decode& args, int64_t s, const Plan& plan, PartialOf partial_of) {
     using RowOps = Rows<T, DIM>;
-    const Shape<DIM> shape{static_cast<int>(args.dim)};
+    const Shape<DIM> shape{static_cast<int>(args.value_dim), static_cast<int>(args.dim)};
     const int64_t group = args.num_heads / args.cache.num_kv_heads;
     const Plan::Place *begin = plan.places.data() + plan.first_place[s], *end = plan.places.data() + plan.first_place[s + 1];
-    auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.dim;
+    auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.value_dim;
     if (begin == end) {
-        std::fill_n(out, args.num_heads * args.dim, T{});
+        std::fill_n(out, args.num_heads * args.value_dim, T{});
         return;
     }
     for (int64_t first = 0, i = 0; first < args.num_heads; first += LANES, ++i) {
@@ -401,7 +401,7 @@ void put_together(const Decode& args, int64_t s, const Plan& plan, PartialOf par
                 for (int v = 0; v < RowOps::VECS; ++v) sums[v] = join(sums[v], next[v], before, piece);
             }
             for (int v = 0; v < shape.vecs(); ++v)
-                store(out + n * args.dim + v * LANES, finished(RowOps::in_order(sums, v), inverse[n - first]), shape.lanes(v));
+                store(out + n * args.value_dim + v * LANES, finished(RowOps::in_order(sums, v), inverse[n - first]), shape.lanes(v));
         }
     }
 }
@@ -445,6 +445,7 @@ void decode(const Decode& args) {
 
 template <class T>
 void decode(const Decode& args) {
+    if (args.value_dim != args.dim) return decode<T, 0>(args);
     switch (args.dim) {
         case 16: return decode<T, 16>(args);
         case 32: return decode<T, 32>(args);

@@ -34,16 +34,19 @@ from disagg.kernels.weights import MAX_TOKENS
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _POINTWISE: Final[Mapping[Pointwise, int]] = {"multiply": 0, "divide": 1, "soft_cap": 2}
 """Numbers of the functions in the library's calls."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 _ALL_TOKENS = 1 << 62
 """Window that no context fills."""
 
 
 def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
-    """Whether both have the same shape and strides, the inner [K, B, D] contiguous."""
-    _, _, B, D = shape = key_cache_NKBD.shape
-    strides = key_cache_NKBD.stride()
-    return strides[1:] == (B * D, D, 1) and value_cache_NKBD.stride() == strides and value_cache_NKBD.shape == shape
+    """Whether both have the same shape but for columns that values may lack, and strides, the inner [K, B, D] of the
+    keys contiguous."""
+    num_blocks, K, B, D = key_cache_NKBD.shape
+    strides, value_shape = key_cache_NKBD.stride(), value_cache_NKBD.shape
+    if strides[1:] != (B * D, D, 1) or value_cache_NKBD.stride() != strides:
+        return False
+    return value_shape[:3] == (num_blocks, K, B) and 0 < value_shape[3] <= D
 
 
 def _is_table(table_PR: Tensor, R: int, dtype: torch.dtype) -> bool:
@@ -123,11 +126,11 @@ class NativeOps(Ops):
         self._decode_attention = Kernel(
             long,
             "disagg_decode_attention",
-            "iPqqPPqqqqPqqPqqqffqPP",
+            "iPqqPPqqqqPqqPqqqqffqPP",
             "sequence {}: its length or a block of its table is outside the cache",
         )
         self._prefill_attention = Kernel(
-            long, "disagg_prefill_attention", "iiPqqPPqqqqPqqqffqPP", "the block at place {} is outside the cache"
+            long, "disagg_prefill_attention", "iiiPqqPPqqqqPqqqffqPP", "the block at place {} is outside the cache"
         )
 
     @override
@@ -269,9 +272,9 @@ class NativeOps(Ops):
         P, R = cos_PR.shape
         if is_bf16 is None or inner != 1 or rest or N < 1 or R % 2 or R > D or D > MAX_HEAD_DIM:
             return None
-        if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or not _are_caches(
-            key_cache_NKBD, value_cache_NKBD
-        ):
+        if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or value_cache_NKBD.shape[3] != D:
+            return None
+        if not _are_caches(key_cache_NKBD, value_cache_NKBD):
             return None
         if not (_is_table(cos_PR, R, dtype) and _is_table(sin_PR, R, dtype)) or cos_PR.shape != sin_PR.shape:
             return None
@@ -330,13 +333,14 @@ class NativeOps(Ops):
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not S == block_tables_SM.shape[0] == context_lens_S.shape[0]:
             return None
-        if not _takes(form, N) or not can_hold(out_SND, q_SND):
+        value_dim = value_cache_NKBD.shape[3]
+        if not _takes(form, N) or not can_hold(out_SND, (S, N, value_dim), dtype):
             return None
-        out = new_output((S, N, D), dtype) if out_SND is None else out_SND
+        out = new_output((S, N, value_dim), dtype) if out_SND is None else out_SND
         self._decode_attention(
             is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
-            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, *_form(form), out.data_ptr(),
+            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, value_dim, *_form(form), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -356,11 +360,14 @@ class NativeOps(Ops):
         if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
             return None
         q_stride = q_TND.stride()
-        if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD) or not can_hold(out_TND, q_TND):
+        value_dim = value_cache_NKBD.shape[3]
+        if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
             return None
         T, N, D = q_TND.shape
         num_blocks, K, B, cache_dim = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not _takes(form, N):
+            return None
+        if not can_hold(out_TND, (T, N, value_dim), dtype):
             return None
         if not all(_is_within(chunk, T, B) for chunk in prefills.chunks):
             return None
@@ -368,9 +375,9 @@ class NativeOps(Ops):
         for chunk in prefills.chunks:
             first, num_rows = chunk.rows.start, chunk.rows.stop - chunk.rows.start
             self._prefill_attention(
-                is_bf16, D, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
+                is_bf16, D, value_dim, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
                 key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B,
                 chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, *_form(form),
-                out_TND.data_ptr() + first * N * D * itemsize,
+                out_TND.data_ptr() + first * N * value_dim * itemsize,
             )  # fmt: skip
         return out_TND

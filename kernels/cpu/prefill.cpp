@@ -112,7 +112,7 @@ void product_of(int64_t rows, int64_t vecs, const Word* a, int64_t a_stride, con
 }
 
 struct Prefill {
-    int32_t is_bf16, dim;
+    int32_t is_bf16, dim, value_dim;  // rows of values are as far apart as those of keys
     const void* q;
     int64_t q_stride_token, q_stride_head;
     const void* keys;
@@ -140,6 +140,7 @@ class Attention {
           end_(args.start + args.num_tokens),
           origin_(begin_ / KEY_TILE * KEY_TILE),
           padded_dim_(static_cast<int>(round_up(args.dim, LANES))),
+          padded_value_dim_(static_cast<int>(round_up(args.value_dim, LANES))),
           row_words_(padded_dim_ / Mul::PER_WORD),
           padded_tokens_(round_up(end_ - origin_, KEY_TILE)),
           head_words_(padded_tokens_ * row_words_),
@@ -195,20 +196,20 @@ class Attention {
         }
         const int64_t from = std::max(first, begin_ / Mul::PER_WORD * Mul::PER_WORD);
         for (int64_t t = from; t < std::min(first + KEY_TILE, end_); t += Mul::PER_WORD)
-            pack_value(kv_head, t, values_ + at + (t - origin_) / Mul::PER_WORD * padded_dim_);
+            pack_value(kv_head, t, values_ + at + (t - origin_) / Mul::PER_WORD * padded_value_dim_);
     }
 
     bool is_seen(int64_t token) const { return token >= begin_ && token < end_; }
 
     void pack_value(int64_t kv_head, int64_t t, Word* words) const {
         if constexpr (Mul::PER_WORD == 1) {
-            Mul::pack(cached_row(args_.values, kv_head, t), args_.dim, padded_dim_, words);
+            Mul::pack(cached_row(args_.values, kv_head, t), args_.value_dim, padded_value_dim_, words);
         } else {
             static constexpr T ZEROS[MAX_HEAD_DIM] = {};
             const T* first = is_seen(t) ? cached_row(args_.values, kv_head, t) : ZEROS;
             const T* second = is_seen(t + 1) ? cached_row(args_.values, kv_head, t + 1) : ZEROS;
-            for (int d = 0; d < args_.dim; ++d) words[d] = first[d].bits | static_cast<Word>(second[d].bits) << 16;
-            std::fill(words + args_.dim, words + padded_dim_, 0);
+            for (int d = 0; d < args_.value_dim; ++d) words[d] = first[d].bits | static_cast<Word>(second[d].bits) << 16;
+            std::fill(words + args_.value_dim, words + padded_value_dim_, 0);
         }
     }
 
@@ -216,8 +217,8 @@ class Attention {
         static thread_local Scratch scratch;
         Word* queries = at_least(scratch.queries, tile_ * row_words_);
         float* scores = at_least(scratch.scores, tile_ * SCORE_STRIDE);
-        float* sums = at_least(scratch.sums, tile_ * padded_dim_);
-        float* piece_sums = at_least(scratch.piece_sums, tile_ * padded_dim_);
+        float* sums = at_least(scratch.sums, tile_ * padded_value_dim_);
+        float* piece_sums = at_least(scratch.piece_sums, tile_ * padded_value_dim_);
         for (int64_t r = 0; r < rows; ++r)
             Mul::pack(static_cast<const T*>(args_.q) + (first + r) * args_.q_stride_token + head * args_.q_stride_head,
                       args_.dim, padded_dim_, queries + r * row_words_);
@@ -260,9 +261,10 @@ class Attention {
         for (int64_t r = 0; r < rows; r += LANES) {
             const vf inverse = args_.sinks ? inverse_of(joined[r / LANES], splat(args_.sinks[head])) : inverse_of(joined[r / LANES]);
             for (int64_t i = r; i < std::min(r + LANES, rows); ++i) {
-                T* out = static_cast<T*>(args_.out) + ((first + i) * args_.num_heads + head) * args_.dim;
-                for (int d = 0; d < args_.dim; d += LANES)
-                    store(out + d, finished(load(sums + i * padded_dim_ + d), inverse[i - r]), std::min(args_.dim - d, LANES));
+                T* out = static_cast<T*>(args_.out) + ((first + i) * args_.num_heads + head) * args_.value_dim;
+                for (int d = 0; d < args_.value_dim; d += LANES)
+                    store(out + d, finished(load(sums + i * padded_value_dim_ + d), inverse[i - r]),
+                          std::min(args_.value_dim - d, LANES));
             }
         }
     }
@@ -271,13 +273,13 @@ class Attention {
     void join_rows(const Shares& shares, int64_t lanes, int64_t first, int64_t end, const float* piece_sums, float* sums) const {
         for (int64_t r = first; r < end; ++r) {
             const float before = shares.before[r - lanes], piece = shares.piece[r - lanes];
-            for (int64_t d = r * padded_dim_; d < (r + 1) * padded_dim_; d += LANES)
+            for (int64_t d = r * padded_value_dim_; d < (r + 1) * padded_value_dim_; d += LANES)
                 store(sums + d, join(load(sums + d), load(piece_sums + d), before, piece));
         }
     }
 
     void copy_rows(int64_t first, int64_t end, const float* piece_sums, float* sums) const {
-        std::copy(piece_sums + first * padded_dim_, piece_sums + end * padded_dim_, sums + first * padded_dim_);
+        std::copy(piece_sums + first * padded_value_dim_, piece_sums + end * padded_value_dim_, sums + first * padded_value_dim_);
     }
 
     // The number of rows, from the first on, that see a token before `position`. Row 0 has `before` keys before its own.
@@ -311,20 +313,20 @@ class Attention {
     // sums = weights of the tokens of a piece times their values, a block of rows from the first token of its first row as far as its
     // last one sees.
     void add_values(int64_t before, int64_t rows, int64_t piece, const Word* weights, const Word* values, float* sums) const {
-        for (int64_t d = 0; d < padded_dim_; d += KEY_TILE)
+        for (int64_t d = 0; d < padded_value_dim_; d += KEY_TILE)
             in_blocks(piece, before, rows, [&](int64_t r, int64_t count) {
                 const int64_t begin = std::max(args_.form.first_seen(before + r), piece) / Mul::PER_WORD;  // in words
                 const int64_t end = round_up(std::min(before + r + count, piece + PIECE_TOKENS), Mul::PER_WORD) / Mul::PER_WORD;
-                const Word* first = values + (begin - origin_ / Mul::PER_WORD) * padded_dim_ + d;
-                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_dim_ - d) / LANES),
-                                weights + r * SCORE_STRIDE + begin - piece / Mul::PER_WORD, SCORE_STRIDE, first, padded_dim_,
-                                end - begin, sums + r * padded_dim_ + d, padded_dim_);
+                const Word* first = values + (begin - origin_ / Mul::PER_WORD) * padded_value_dim_ + d;
+                product_of<Mul>(count, std::min<int64_t>(KEY_VECS, (padded_value_dim_ - d) / LANES),
+                                weights + r * SCORE_STRIDE + begin - piece / Mul::PER_WORD, SCORE_STRIDE, first, padded_value_dim_,
+                                end - begin, sums + r * padded_value_dim_ + d, padded_value_dim_);
             });
     }
 
     const Prefill& args_;
     const int64_t begin_, end_, origin_;  // the tokens that some row sees, and the first one that is packed
-    const int padded_dim_, row_words_;
+    const int padded_dim_, padded_value_dim_, row_words_;
     const int64_t padded_tokens_, head_words_, group_;
     int64_t num_tiles_, tile_;
     Word *keys_ = nullptr, *values_ = nullptr;

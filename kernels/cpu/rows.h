@@ -9,11 +9,13 @@
 
 namespace disagg {
 
-// DIM is the head dim, or 0 for one that is known at run time only (then the last vector of a row may be short).
+// Of rows of values. DIM is their size, and how far they are apart; 0 for what is known at run time only (then the last vector of a
+// row may be short).
 template <int DIM>
 struct Shape {
     static constexpr int VECS = ((DIM ? DIM : MAX_HEAD_DIM) + LANES - 1) / LANES;
-    int dim;
+    int dim, row_stride;
+    int stride() const { return DIM ? DIM : row_stride; }
     int vecs() const { return DIM ? VECS : (dim + LANES - 1) / LANES; }
     int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
 };
@@ -157,7 +159,7 @@ struct Rows {
 #pragma GCC unroll 8
                 for (int v = 0; v < AT_ONCE; ++v) acc[h][v] = sums[h][first + v];
             for (int t = 0; t < count; ++t) {
-                const T* row = rows + static_cast<int64_t>(t) * shape.dim;
+                const T* row = rows + static_cast<int64_t>(t) * shape.stride();
                 vf values[AT_ONCE];
 #pragma GCC unroll 8
                 for (int v = 0; v < AT_ONCE; ++v) values[v] = load(row + (first + v) * LANES, shape.lanes(first + v));
@@ -198,7 +200,7 @@ struct PairRows {
 #pragma GCC unroll 8
                 for (int v = 0; v < 2 * AT_ONCE; ++v) acc[h][v] = sums[h][2 * first + v];
             for (int t = 0; t < count; t += 2) {
-                const bf16* row = rows + static_cast<int64_t>(t) * dim;
+                const bf16* row = rows + static_cast<int64_t>(t) * shape.stride();
                 const bool has_second = t + 1 < count;
                 int32_t pairs[H];
 #pragma GCC unroll 4
@@ -206,7 +208,7 @@ struct PairRows {
 #pragma GCC unroll 4
                 for (int u = 0; u < AT_ONCE; ++u) {
                     const int at = (first + u) * UNIT;
-                    const __m512i a = load_unit(row, at, dim), b = has_second ? load_unit(row + dim, at, dim) : __m512i{};
+                    const __m512i a = load_unit(row, at, dim), b = has_second ? load_unit(row + shape.stride(), at, dim) : __m512i{};
                     const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
                     for (int h = 0; h < H; ++h) {

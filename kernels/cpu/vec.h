@@ -21,7 +21,7 @@
 namespace disagg {
 
 constexpr int LANES = 16;
-constexpr int MAX_HEAD_DIM = 512;
+constexpr int MAX_HEAD_DIM = 576;
 #if defined(__AVX512F__)
 constexpr int REGISTER_LANES = 16;
 #elif defined(__AVX2__)

@@ -115,7 +115,7 @@ def paged_decode_attention(
         reads(q_SND, key_cache_NKBD, value_cache_NKBD, block_tables_SM, form)
         and _are_int32(context_lens_S)
         and 0 < S <= MAX_SEQUENCES
-        and can_hold(out_SND, q_SND)
+        and can_hold(out_SND, q_SND.shape, q_SND.dtype)
     ):
         return None
     num_multiprocessors, change = _num_multiprocessors(q_SND.device), changes(os.environ).decode
@@ -162,7 +162,9 @@ def paged_prefill_attention(
     """Causal attention of the prompts of a step, whose KV is already written. Writes their rows of `out`, and returns
     it. The work was planned for the form's window."""
     tables, work = planned.block_tables, planned.work
-    if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, form) or not can_hold(out_TND, q_TND):
+    if not reads(q_TND, key_cache_NKBD, value_cache_NKBD, tables, form):
+        return None
+    if not can_hold(out_TND, q_TND.shape, q_TND.dtype):
         return None
     end = work.num_items * ITEM_FIELDS
     shape = _prefill_shape(q_TND.dtype, key_cache_NKBD.dtype, key_cache_NKBD.shape[1:], q_TND.shape[1], work.longest)

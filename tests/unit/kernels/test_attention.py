@@ -178,6 +178,28 @@ def test_keys_may_be_the_values(native: NativeOps) -> None:
     oracle.assert_close(case.decode(native), case.decode(reference).double())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim", "value_dim", "block_size"), [((16, 1), 576, 512, 16), ((3, 1), 40, 24, 17)])
+def test_values_may_be_the_first_columns_of_the_keys(
+    native: NativeOps, heads: tuple[int, int], dim: int, value_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Latent attention: one head, one plane."""
+    case = Case([300, 40, 257], heads, dim, dtype, block_size)
+    case.values_NKBD = case.keys_NKBD[..., :value_dim]
+    expected = case.decode(reference)
+    assert expected.shape == (3, heads[0], value_dim)
+    oracle.assert_close(case.decode(native), expected.double())
+    q_TND = torch.randn(30, heads[0], dim).to(dtype)
+    prefills, caches = prompts((case.tables_SM[0], 270, 30)), (case.keys_NKBD, case.values_NKBD)
+    right, found = (torch.empty(30, heads[0], value_dim, dtype=dtype) for _ in range(2))
+    assert native.paged_prefill_attention(q_TND, *caches, prefills, case.form, found) is found
+    reference.paged_prefill_attention(q_TND, *caches, prefills, case.form, right)
+    oracle.assert_close(found, right.double())
+    scores = case.k[0][:, 0].double() @ q_TND[-1, 0].double() * case.form.scale
+    by_hand = scores.softmax(0) @ case.k[0][:, 0, :value_dim].double()
+    oracle.assert_close(found[-1, 0], by_hand)
+
+
 @pytest.mark.parametrize("length", [-1, 33])
 def test_cpp_decode_attention_refuses_lengths_outside_its_tables(native: NativeOps, length: int) -> None:
     case = Case([20, 30], (4, 2), 64, torch.float32)

@@ -55,7 +55,8 @@ class Attention:
         self.q_TND = self.case.queries(shape.num_tokens)
 
     def prompt(self, chunk_tokens: int) -> Tensor:
-        case, out = self.case, torch.empty(self.q_TND.shape, dtype=self.q_TND.dtype)
+        case = self.case
+        out = torch.empty((*self.q_TND.shape[:2], case.values_NKBD.shape[3]), dtype=self.q_TND.dtype)
         for start in range(0, self.num_tokens, chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, self.num_tokens))
             prefills = prompts((case.tables_SM[0], start, rows.stop - start))
@@ -119,6 +120,19 @@ def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_thre
     together = decode(list(range(len(rows))))
     native.set_num_threads(1)
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "value_dim", "block_size"), [(576, 512, 16), (40, 24, 17)])
+def test_latent_attention_has_the_same_bits_whoever_computes_it(
+    native: NativeOps, dim: int, value_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    attention = Attention(native, Shape(300, (4, 1), dim, block_size), dtype)
+    attention.case.values_NKBD = attention.case.keys_NKBD[..., :value_dim]
+    whole = attention.prompt(300)
+    assert whole.shape == (300, 4, value_dim)
+    assert torch.equal(attention.prompt(77), whole)
+    assert torch.equal(attention.decodes([0, 16, 255, 256, 298, 299]), whole[[0, 16, 255, 256, 298, 299]])
 
 
 def test_values_behind_a_row_do_not_reach_it(native: NativeOps) -> None:

@@ -79,7 +79,7 @@ def test_forms_of_decodes(dim: int, block_size: int, dtype: torch.dtype, name: s
     """What is before a window is gone: its entries of the tables must not be read, and its slots hold no numbers."""
     lengths = [129, 1, 0, 16, 400, 257]
     case = PagedCase(lengths, heads=(8, 2), dim=dim, block_size=block_size, dtype=dtype)
-    case.form = AttentionForm(0.3, **FORMS[name])
+    case.form = AttentionForm(0.15, **FORMS[name])
     for sequence, length in enumerate(lengths):
         case.forget(sequence, max(length - (case.form.window or length), 0))
     q = case.queries(len(lengths))
@@ -150,7 +150,7 @@ def test_prefill(heads: tuple[int, int], dim: int, block_size: int, start: int, 
 def test_forms_of_prompts(dim: int, block_size: int, dtype: torch.dtype, name: str) -> None:
     chunks = [(0, 1), (16, 1), (0, 130), (150, 33), (64, 64), (300, 3)]
     case = PagedCase([sum(chunk) for chunk in chunks], heads=(8, 2), dim=dim, block_size=block_size, dtype=dtype)
-    case.form = AttentionForm(0.3, **FORMS[name])
+    case.form = AttentionForm(0.15, **FORMS[name])
     for sequence, (start, _) in enumerate(chunks):
         case.forget(sequence, max(start + 1 - (case.form.window or start + 1), 0))
     assert_prefill(case, chunks)
