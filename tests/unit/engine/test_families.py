@@ -4,6 +4,7 @@ same bits in any batch. Windows are shorter than the prompts."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model_runner import TorchModelRunner
+from disagg.simulator.durations.model_shapes import shape_of
 from tests.support.stepping import (
     assert_logits_close,
     chunk,
@@ -72,6 +75,27 @@ def test_ranks_compute_the_same(folders: Folders, kind: str, size: int) -> None:
         logits = generate(ranks, parts, 12, chunk_tokens=33)
     assert parts.token_ids == whole.token_ids
     assert_logits_close(logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "olmo3"])
+def test_logits_deep_in_a_long_context_are_those_of_transformers(folders: Folders, kind: str) -> None:
+    """Behind a chunk and a decode that begin in another piece of 256 tokens than their windows do."""
+    token_ids = (PROMPT * 6)[:290]
+    expected = reference_logits(folders[kind], token_ids)
+    runner, sequence = make_runner(folders[kind]), make_sequence(token_ids[:260], list(range(20)))
+    assert_logits_close(prefill(runner, sequence, chunk_tokens=129), expected[259])
+    for position in range(260, 290):
+        sequence.token_ids.append(token_ids[position])
+        logits = runner.forward(StepPlan(decodes=(last_token(sequence),)))[0]
+        if position in (260, 271, 272, 289):
+            assert_logits_close(logits, expected[position])
+
+
+@pytest.mark.parametrize("kind", FAMILY_KINDS)
+def test_the_number_of_parameters_is_that_of_the_checkpoint(folders: Folders, kind: str) -> None:
+    (file,) = weight_files(folders[kind])
+    num_parameters = sum(math.prod(entry.shape) for entry in read_header(file).values())
+    assert shape_of(read_model_config(folders[kind]), kind).num_parameters == num_parameters
 
 
 def test_long_sequences_take_the_long_factors_of_longrope(folders: Folders) -> None:
