@@ -138,7 +138,7 @@ def test_a_norm_of_all_heads(ops: Any, given: bool, dtype: torch.dtype) -> None:
     case.q_norm, case.k_norm = (torch.randn(n * D, generator=generator).to(dtype) for n in (N, K))
     sums = ops.head_squares(case.qkv, K, D)
     expected_sums = torch.stack(
-        [part.double().square().sum(1) for part in torch.split(case.qkv, (N * D, K * D, K * D), 1)[:2]]
+        [part.double().square().sum(1) for part in torch.split(case.qkv, [N * D, K * D, K * D], 1)[:2]]
     )
     oracle.assert_close(sums, expected_sums.T)
     squares = HeadSquares(3 * sums, 3 * N * D, 3 * K * D) if given else None
