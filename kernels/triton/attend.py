@@ -83,7 +83,7 @@ def _add_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the online softmax; an fp8 tile becomes the dtype of q here."""
     scores_MC = tl.dot(q_MD, tl.trans(k_CD.to(q_MD.dtype)), input_precision="ieee")
-    if SOFT_CAP:
+    if SOFT_CAP > 0.0:
         # cap * log2(e) * tanh(x / cap), where `score_scale` has log2(e) in it: e^(2x / cap) is 2^(2 score / cap).
         power_MC = tl.exp2(scores_MC * (score_scale * (2.0 / SOFT_CAP)))
         scores_MC = (SOFT_CAP * LOG2_E) * (1.0 - 2.0 / (power_MC + 1.0))
@@ -92,7 +92,7 @@ def _add_tile(
         if WINDOW:
             visible_MC = visible_MC & (tokens_C[None, :] >= limit_M[:, None] - WINDOW)
         scores_MC = tl.where(visible_MC, scores_MC, float("-inf"))
-    if SOFT_CAP:
+    if SOFT_CAP > 0.0:
         new_top_M = tl.maximum(top_M, tl.max(scores_MC, 1))
         weights_MC = tl.exp2(scores_MC - new_top_M[:, None])
     else:

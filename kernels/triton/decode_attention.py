@@ -143,13 +143,13 @@ def _decode_kernel(
             at_head = head * KV_BLOCK * DIM
             begin = first_seen(length - 1, WINDOW)
             cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-            sizes = (TILE, KV_BLOCK, DIM, DIM_PADDED)
-            state = nothing_yet(ROWS, DIM_PADDED, WINDOW)
+            tiles = (first, last)
             if WINDOW:
                 tiles = (first + begin // TILE, last + begin // TILE)
-                state = attend(q_MD, *state, limit_M, *tiles, *cache, *sizes, True, WINDOW, SOFT_CAP)
-            else:
-                state = attend(q_MD, *state, limit_M, first, last, *cache, *sizes, True, WINDOW, SOFT_CAP)
+            state = nothing_yet(ROWS, DIM_PADDED, WINDOW)
+            state = attend(
+                q_MD, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True, WINDOW, SOFT_CAP
+            )
             if (first == 0) & (last == num_tiles):
                 at_MD += sequence * HEADS * GROUP * DIM
                 sums_MD, mass_M = state[0], state[1]

@@ -91,8 +91,8 @@ def _prefill_kernel(
         cut_tile = tl.minimum(tl.maximum(cut_tile, first_tile), num_full_tiles)
         begin = first_seen(position, WINDOW)
         cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-        sizes = (TILE, KV_BLOCK, DIM, DIM_PADDED)
-        state = attend(q_MD, *state, limit_M, first_tile, cut_tile, *cache, *sizes, True, WINDOW, SOFT_CAP)
+        tiles = (first_tile, cut_tile)
+        state = attend(q_MD, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True, WINDOW, SOFT_CAP)
         first_tile = cut_tile
     if BOXES:
         boxes = (table_ptr, key_boxes, value_boxes, head, rows_per_block)
@@ -100,9 +100,11 @@ def _prefill_kernel(
     else:
         length = position + num_tokens
         limit_M = tl.minimum(position + tokens_M + 1, length)
-        cache = (0, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-        full, sizes = (first_tile, num_full_tiles), (TILE, KV_BLOCK, DIM, DIM_PADDED)
-        state = attend(q_MD, *state, limit_M, *full, *cache, *sizes, False, WINDOW, SOFT_CAP)
+        cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+        tiles = (first_tile, num_full_tiles)
+        state = attend(
+            q_MD, *state, limit_M, *tiles, 0, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False, WINDOW, SOFT_CAP
+        )
 
     # The item is read again, as volatile, or what is needed from here on would take registers of the loop above.
     row, num_tokens = tl.load(item_ptr, volatile=True), tl.load(item_ptr + 1, volatile=True)
@@ -114,8 +116,8 @@ def _prefill_kernel(
     limit_M = tl.minimum(position + tokens_M + 1, length)
     begin = first_seen(position, WINDOW)
     cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
-    sizes = (TILE, KV_BLOCK, DIM, DIM_PADDED)
-    state = attend(q_MD, *state, limit_M, num_full_tiles, end_tile, *cache, *sizes, True, WINDOW, SOFT_CAP)
+    tiles = (num_full_tiles, end_tile)
+    state = attend(q_MD, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True, WINDOW, SOFT_CAP)
     held_M = tokens_M < num_tokens
     held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     if piece < 0:

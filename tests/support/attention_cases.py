@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,14 @@ def decode_case(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
+
+
+def formed(case: Case, *, window: int = 0, soft_cap: float = 0.0, sinks: bool = False) -> Case:
+    """The kernel for another form of attention."""
+    constants = {name: value for name, value in case.constants.items() if name != "sinks_ptr" or not sinks}
+    changes: dict[str, int | float] = {"WINDOW": window, "SOFT_CAP": soft_cap}
+    constants |= {name: value for name, value in changes.items() if name in constants}
+    return replace(case, constants=constants, types=case.types | ({"sinks_ptr": "*fp32"} if sinks else {}))
 
 
 def join_case() -> Case:

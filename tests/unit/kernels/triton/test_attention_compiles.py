@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.attention_cases import decode_case, join_case, join_prefill_case, prefill_case
+from tests.support.attention_cases import decode_case, formed, join_case, join_prefill_case, prefill_case
 from tests.support.triton_compile import compile_kernels
 
 SHARED_BYTES = 227 * 1024
@@ -28,6 +28,10 @@ def test_two_decode_programs_fit_on_a_multiprocessor() -> None:
         decode_case("bf16", "fp8e4nv", 64, 8, 64),
         join_case(),
         join_prefill_case(),
+        formed(decode_case("bf16", "bf16", 256, 4, 16), window=512, soft_cap=50.0),  # Gemma
+        formed(decode_case("bf16", "bf16", 64, 8, 64), window=128, sinks=True),  # gpt-oss
+        formed(join_case(), window=128, sinks=True),
+        formed(join_prefill_case(), sinks=True),
     ]
     for case, usage in zip(cases, compile_kernels(cases), strict=True):
         assert usage.spilled_bytes <= (SPILLED_OF_FP8 if case is fp8 else 0), case
@@ -46,8 +50,11 @@ def test_prefill_programs_fit_on_a_multiprocessor_and_two_where_boxes_are_fetche
         prefill_case("bf16", "bf16", 128, 4, 16, 1),
         prefill_case("bf16", "fp8e4nv", 128, 4, 64, 4096),
         prefill_case("fp32", "fp32", 64, 3, 16, 4096),
+        formed(prefill_case("bf16", "bf16", 256, 2, 64, 4096), window=512, soft_cap=50.0),  # Gemma
+        formed(prefill_case("bf16", "bf16", 64, 8, 64, 4096), window=128, sinks=True),  # gpt-oss
     ]
-    assert [case.constants["BOXES"] for case in cases] == [False, True, True, False, False, False, False, False]
+    boxed = [False, True, True, False, False, False, False, False, False, True]
+    assert [case.constants["BOXES"] for case in cases] == boxed
     for case, usage in zip(cases, compile_kernels(cases), strict=True):
         programs = 2 if case.constants["BOXES"] else 1
         # Scalars that the loop over full tiles does not need may be parked: one register of all 255 is 4 bytes.
