@@ -41,7 +41,8 @@ from disagg.cluster.system.children import child_environment
 from disagg.cluster.system.program import command
 from disagg.cluster.system.temp_folders import temp_folder
 from disagg.engine.cache_folder import cache_folder
-from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.weight_headers import read_header, weight_files
 from disagg.proto.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from disagg.engine.checkpoint.checkpoint import model_fingerprint, read_model_config, weight_file_times
+from disagg.engine.checkpoint.checkpoint import model_fingerprint, read_model_config
 from disagg.engine.checkpoint.model_config import ModelConfig
+from disagg.engine.checkpoint.weight_headers import weight_file_times
 from disagg.engine.config import WeightsSource
 from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.runner.shared_weights import shared_parameters

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from disagg.engine.cache_folder import cache_folder
-from disagg.engine.checkpoint.checkpoint import weight_file_times
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.weight_file import UnusableFileError, map_tensors, write_tensors
+from disagg.engine.checkpoint.weight_headers import weight_file_times
 from disagg.engine.config import WeightsSource
 from disagg.engine.runner.model.parameters import (
     FfnParameters,

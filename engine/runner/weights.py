@@ -22,10 +22,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import TensorEntry, read_header, weight_files
 from disagg.engine.checkpoint.families.family import TensorNames
 from disagg.engine.checkpoint.families.registry import family_of
 from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
+from disagg.engine.checkpoint.weight_headers import TensorEntry, read_header, weight_files
 from disagg.engine.runner.model.parameters import (
     DenseParameters,
     LayerParameters,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disagg.engine.checkpoint.checkpoint import read_header, read_model_config, weight_files
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.weight_headers import read_header, weight_files
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.simulator.durations.model_shapes import shape_of

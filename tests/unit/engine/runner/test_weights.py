@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from disagg.engine.checkpoint.checkpoint import TensorEntry, read_header, read_model_config, weight_files
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.weight_headers import TensorEntry, read_header, weight_files
 from disagg.engine.runner.model.parameters import ModelParameters, plain
 from disagg.engine.runner.weights import checkpoint_tensors, load_parameters
 from disagg.proto.errors import ConfigError
