@@ -1,8 +1,8 @@
 """The model of a checkpoint folder, read without torch: configuration, weight files, fingerprint.
 
 `read_model_config` turns config.json (in the form of transformers 4 or 5) and generation_config.json into one frozen
-`ModelConfig`, and refuses what the decoder would compute differently; `model_fingerprint` names the whole. Every mistake
-in the folder is a `ConfigError` that names the file.
+`ModelConfig`, and refuses what the decoder would compute differently; `model_fingerprint` names the whole. Every
+mistake in the folder is a `ConfigError` that names the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import xxhash

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from disagg.engine.checkpoint.formats.quantization import WeightFormat
+
 DEFAULT_ROPE_THETA = 10000.0
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -124,6 +126,8 @@ class ModelConfig:
     tied_embeddings: bool
     """The LM head is the embedding matrix."""
     eos_token_ids: tuple[int, ...]
+    weight_format: WeightFormat | None = None
+    """Format of quantized weights, which are dequantized when they are read; None where there are none."""
 
     @property
     def num_layers(self) -> int:

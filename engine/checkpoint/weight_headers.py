@@ -1,8 +1,10 @@
-"""The weight files of a checkpoint folder, and the tensors that the header of each names; read without torch."""
+"""The weight files of a checkpoint folder, and the tensors that their headers name; read without torch."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +19,14 @@ MAX_HEADER_BYTES = 100_000_000
 class TensorEntry:
     """One tensor as a safetensors header names it."""
 
+    file: Path
     dtype: str
     """The format's own name: F32, BF16, F16, ..."""
     shape: tuple[int, ...]
+    start: int
+    """Position of the first byte in the file."""
+    end: int
+    """Position behind the last byte."""
 
 
 def weight_files(folder: str | Path) -> tuple[Path, ...]:
@@ -53,6 +60,22 @@ def weight_file_times(folder: str | Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(folder))
 
 
+def read_headers(folder: str | Path) -> dict[str, TensorEntry]:
+    """The tensors of all weight files of a checkpoint.
+
+    Raises:
+        ConfigError: as `weight_files` and `read_header`; or two files have a tensor of one name.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in weight_files(folder):
+        header = read_header(file)
+        for name in header:
+            if name in entries:
+                raise ConfigError(f"{file}: tensor {name} is in {entries[name].file.name}, too")
+        entries |= header
+    return entries
+
+
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file; checks that the file is as long as its header says.
 
@@ -61,15 +84,15 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     """
     raw = header_bytes(file)
     entries: dict[str, TensorEntry] = {}
-    name, end = "", 0
+    name, first = "", 8 + len(raw)
     try:
         for name, entry in json.loads(raw).items():
             if name != "__metadata__":
-                entries[name] = TensorEntry(str(entry["dtype"]), tuple(map(int, entry["shape"])))
-                end = max(end, int(entry["data_offsets"][1]))
+                start, end = (first + int(entry["data_offsets"][edge]) for edge in (0, 1))
+                entries[name] = TensorEntry(file, str(entry["dtype"]), tuple(map(int, entry["shape"])), start, end)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"{file}: broken safetensors header, at tensor {name!r}") from error
-    expected_bytes = 8 + len(raw) + end
+    expected_bytes = max((entry.end for entry in entries.values()), default=first)
     if (found_bytes := file.stat().st_size) < expected_bytes:
         raise ConfigError(f"{file}: cut short: {found_bytes} bytes of {expected_bytes}")
     return entries
@@ -86,3 +109,19 @@ def header_bytes(file: Path) -> bytes:
     if len(header) < length:
         raise ConfigError(f"{file}: cut short within its header")
     return header
+
+
+def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]], data: Iterable[bytes | memoryview]) -> None:
+    """Write a file of bf16 tensors whose bytes come one after the other, in the order of `shapes`."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        for piece in data:
+            stream.write(piece)
+    assert file.stat().st_size == 8 + len(raw) + end, "the data has the size that the header says"

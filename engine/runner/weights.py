@@ -2,8 +2,8 @@
 
 `checkpoint_tensors` lists which tensor of the checkpoint fills which (slice of a) parameter; `load_parameters` checks
 every header against it before it reads any data, then copies tensor by tensor out of the memory map, casting on the
-way. Beyond the parameters themselves no more than one tensor is held. Of what ranks share, each reads its own part.
-Nothing is ever unpickled.
+way. Quantized tensors are dequantized in pieces on the way. Beyond the parameters themselves no more than one tensor is
+held. Of what ranks share, each reads its own part. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.families.family import TensorNames
 from disagg.engine.checkpoint.families.registry import family_of
+from disagg.engine.checkpoint.formats.gptq import Gptq
+from disagg.engine.checkpoint.formats.reader import TensorReader
+from disagg.engine.checkpoint.formats.stored import Entries, StoredTensor, check_type, stored_tensors
 from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
-from disagg.engine.checkpoint.weight_headers import TensorEntry, read_header, weight_files
+from disagg.engine.checkpoint.weight_headers import read_headers
 from disagg.engine.runner.model.parameters import (
     DenseParameters,
     LayerParameters,
@@ -79,21 +82,40 @@ def load_parameters(
             shape or type than the configuration requires, or not part of the model.
     """
     local = rank_model(config, shard)
-    headers = {file: read_header(file) for file in weight_files(folder)}
+    entries = read_headers(folder)
+    stored = _stored_by_own_name(entries, config)
     parameters = allocate_parameters(local, dtype, device)
     targets = checkpoint_tensors(config, parameters, shard)
-    names = family_of(config.architecture).names
-    _check_headers(headers, targets, config, Path(folder), names)
-    with _progress_bar(sum(target.nbytes for target in targets.values())) as advance:
-        for file, header in headers.items():
-            owned = ((stored, names.logical(stored)) for stored in header)
-            _load_file(file, {stored: targets[own] for stored, own in owned if own in targets}, advance)
+    _check_stored(stored, targets, config, Path(folder))
+    total = sum(target.nbytes for target in targets.values())
+    with TensorReader(stored, entries) as reader, _progress_bar(total) as advance:
+        _check_zeros(reader, stored, targets, config)
+        for name in stored:
+            if name in targets:
+                _fill(targets[name], name, reader)
+                advance(targets[name].nbytes)
+        if config.tied_embeddings and LM_HEAD in stored:
+            _check_tied(reader, targets[EMBEDDING], stored[LM_HEAD])
     num_padding_rows = local.vocab_size - len(vocab_part(config, shard))
     for vocabulary_VH in (parameters.embedding_VH, plain(parameters.lm_head_VH)):
         vocabulary_VH[local.vocab_size - num_padding_rows :] = 0
-    if config.tied_embeddings:
-        _check_tied(headers, names, targets[EMBEDDING])
     return parameters
+
+
+def check_weights(folder: str | Path) -> None:
+    """Hold the weight files of a checkpoint against its config.json, without loading them.
+
+    Raises:
+        ConfigError: as `read_model_config` and `load_parameters` do; only values that are no numbers are not seen.
+    """
+    config = read_model_config(folder)
+    entries = read_headers(folder)
+    stored = _stored_by_own_name(entries, config)
+    targets = checkpoint_tensors(config, allocate_parameters(config, torch.bfloat16, torch.device("meta")))
+    _check_stored(stored, targets, config, Path(folder))
+    with TensorReader(stored, entries) as reader:
+        reader.check()
+        _check_zeros(reader, stored, targets, config)
 
 
 def checkpoint_tensors(config: ModelConfig, parameters: ModelParameters, shard: Shard = WHOLE) -> dict[str, Target]:
@@ -186,34 +208,44 @@ def _times(part: range, size: int) -> range:
     return range(part.start * size, part.stop * size)
 
 
-def _check_headers(
-    headers: dict[Path, dict[str, TensorEntry]],
-    targets: dict[str, Target],
-    config: ModelConfig,
-    folder: Path,
-    names: TensorNames,
+def _stored_by_own_name(entries: Entries, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors of the files by the names that the engine has for them; those of other parts of the model, such as an
+    encoder of images, are left out."""
+    names, stored = family_of(config.architecture).names, dict[str, StoredTensor]()
+    for name, tensor in stored_tensors(entries, config.weight_format).items():
+        own = names.logical(name)
+        if own in stored:
+            raise ConfigError(f"{tensor.entry.file}: tensor {tensor.name} is {own}, as is {stored[own].name}")
+        if own is not None:
+            stored[own] = tensor
+    return stored
+
+
+def _check_stored(
+    stored: dict[str, StoredTensor], targets: dict[str, Target], config: ModelConfig, folder: Path
 ) -> None:
-    seen: set[str] = set()
-    for file, header in headers.items():
-        for name, entry in header.items():
-            own = names.logical(name)
-            if own in targets:
-                _check_entry(file, name, entry, targets[own])
-                seen.add(own)
-            elif own is not None and not _is_redundant(own, config):
-                raise ConfigError(f"{file}: tensor {name} is not part of {config.architecture} as config.json has it")
-    if missing := [name for name in targets if name not in seen]:
+    for name, tensor in stored.items():
+        if name in targets:
+            _check_tensor(name, tensor, targets[name])
+        elif not _is_redundant(name, config) and not _may_be_zeros(name, config):
+            raise ConfigError(
+                f"{tensor.entry.file}: tensor {tensor.name} is not part of {config.architecture} as config.json has it"
+            )
+    if missing := [name for name in targets if name not in stored]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigError(f"{folder}: the weights lack {', '.join(missing[:3])}{more}")
 
 
-def _check_entry(file: Path, name: str, entry: TensorEntry, target: Target) -> None:
-    if entry.shape != target.shape:
+def _check_tensor(name: str, tensor: StoredTensor, target: Target) -> None:
+    if tensor.quantized is None:
+        name = tensor.name  # as the file has it
+    if tensor.shape != target.shape:
         raise ConfigError(
-            f"{file}: tensor {name} has shape {list(entry.shape)}; config.json requires {list(target.shape)}"
+            f"{tensor.entry.file}: tensor {name} has shape {list(tensor.shape)}; "
+            f"config.json requires {list(target.shape)}"
         )
-    if entry.dtype not in FLOAT_TYPES:
-        raise ConfigError(f"{file}: tensor {name} is {entry.dtype}; supported are {', '.join(FLOAT_TYPES)}")
+    if tensor.quantized is None:
+        check_type(tensor.entry, name, FLOAT_TYPES)
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
@@ -221,36 +253,54 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)
 
 
-def _load_file(file: Path, targets: dict[str, Target], advance: _Advance) -> None:
-    """`targets`: by the file's own names."""
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as tensors:
-            for name, target in targets.items():
-                target.parameter.copy_(_read(tensors, name, target))
-                advance(target.nbytes)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+def _may_be_zeros(name: str, config: ModelConfig) -> bool:
+    """Whether it is a bias that some files in GPTQ have for a layer that has none."""
+    return isinstance(config.weight_format, Gptq) and name.endswith("_proj.bias") and not _is_redundant(name, config)
 
 
-def _read(tensors: Any, name: str, target: Target) -> Tensor:
-    """The rank's parts of a tensor, or all of it; no more is read."""
-    if not target.parts:
-        whole: Tensor = tensors.get_tensor(name)
-        return whole
-    stored = tensors.get_slice(name)
-    wanted = [slice(part.start, part.stop) for part in target.parts]
-    parts: list[Tensor] = [stored[part if target.dim == 0 else (slice(None), part)] for part in wanted]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=target.dim)
+def _check_zeros(
+    reader: TensorReader, stored: dict[str, StoredTensor], targets: dict[str, Target], config: ModelConfig
+) -> None:
+    for name, tensor in stored.items():
+        if name in targets or not _may_be_zeros(name, config):
+            continue
+        for _, values in reader.pieces(name, [range(size) for size in tensor.shape]):
+            if bool(values.any()):
+                raise ConfigError(
+                    f"{tensor.entry.file}: tensor {tensor.name} is not zero, but not part of {config.architecture} "
+                    "as config.json has it"
+                )
 
 
-def _check_tied(headers: dict[Path, dict[str, TensorEntry]], names: TensorNames, embedding: Target) -> None:
+def _fill(target: Target, name: str, reader: TensorReader) -> None:
+    if not target.nbytes:
+        return
+    for part, parameter in _parts(target):
+        for place, piece in reader.pieces(name, part):
+            wanted = parameter[place]
+            wanted.copy_(piece.reshape(wanted.shape))
+
+
+def _parts(target: Target) -> Iterator[tuple[list[range], Tensor]]:
+    """The indices that this rank takes, of each dimension, and the slice of the parameter that they fill."""
+    whole, start = [range(size) for size in target.shape], 0
+    for indices in target.parts or (whole[target.dim],):
+        part, parameter = [*whole[: target.dim], indices, *whole[target.dim + 1 :]], target.parameter
+        if len(target.parts) > 1:
+            parameter = parameter.narrow(target.dim, start, len(indices))
+        yield part, parameter
+        start += len(indices)
+
+
+def _check_tied(reader: TensorReader, embedding: Target, head: StoredTensor) -> None:
     """A stored head beside tied embeddings must be the embedding; which one counts would be a guess otherwise."""
-    for file, header in headers.items():
-        for name in (name for name in header if names.logical(name) == LM_HEAD):
-            with safe_open(str(file), framework="pt", device="cpu") as tensors:
-                head = _read(tensors, name, embedding).to(embedding.parameter)
-            if not torch.equal(head, embedding.parameter):
-                raise ConfigError(f"{file}: {LM_HEAD} differs from {EMBEDDING}, but `tie_word_embeddings` is true")
+    is_same = head.shape == embedding.shape and all(
+        torch.equal(piece.to(parameter), parameter[place])
+        for part, parameter in _parts(embedding)
+        for place, piece in reader.pieces(LM_HEAD, part)
+    )
+    if not is_same:
+        raise ConfigError(f"{head.entry.file}: {LM_HEAD} differs from {EMBEDDING}, but `tie_word_embeddings` is true")
 
 
 @contextmanager

@@ -120,7 +120,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "starlette": ("gateway/app.py", "gateway/http/*"),
     "uvicorn": ("gateway/http/*",),
     "httptools": ("gateway/http/*", "gateway/guardrails/shell/service.py"),
-    "re2": ("gateway/guardrails/scanner.py",),
+    "re2": ("gateway/guardrails/scanner.py", "engine/checkpoint/formats/names.py"),
     "python_multipart": ("gateway/batches/upload.py",),
     "locust": tuple(f"loadtests/generator/{name}.py" for name in ("locustfile", "run", "web_page")),
     "matplotlib": ("loadtests/verdict/plots.py",),
@@ -129,6 +129,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
     "torch": (
         "kernels/*",
         "engine/checkpoint/convert.py",
+        "engine/checkpoint/formats/reader.py",
         "engine/checkpoint/weight_file.py",
         "engine/io/rendezvous.py",
         "engine/kv_transfer/transports/gloo.py",

@@ -14,6 +14,7 @@ from disagg.engine.checkpoint.families.olmo import OLMO_3
 from disagg.engine.checkpoint.families.phi import PHI_3
 from disagg.engine.checkpoint.families.qwen import QWEN2, QWEN3
 from disagg.engine.checkpoint.families.smollm import SMOLLM_3
+from disagg.engine.checkpoint.formats.quantization import read_weight_format
 from disagg.engine.checkpoint.json_fields import JsonFields
 from disagg.engine.checkpoint.model_config import ModelConfig
 
@@ -54,9 +55,9 @@ def read_family(fields: JsonFields) -> ModelConfig:
     model_type = fields.value("model_type")
     if model_type is not None and model_type not in family.model_types:
         raise fields.error(f"`model_type` {model_type!r} is not that of {architecture}, {family.model_types[0]!r}")
-    if fields.has("quantization_config"):
-        raise fields.error("quantized checkpoints (`quantization_config`) are not supported")
-    model = dataclasses.replace(family.read(fields), architecture=architecture)
+    model = dataclasses.replace(
+        family.read(fields), architecture=architecture, weight_format=read_weight_format(fields)
+    )
     refuse_unread(fields, architecture)
     return model
 

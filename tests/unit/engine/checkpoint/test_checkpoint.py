@@ -208,7 +208,7 @@ def test_end_tokens(
         ),
         ({"architectures": None}, "architecture none is not supported"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "`quant_method` 'hqq' is not supported"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
         ({"hidden_size": "64"}, "`hidden_size` must be a whole number of at least 1, not '64'"),
         ({"num_hidden_layers": 0}, "`num_hidden_layers` must be a whole number"),
