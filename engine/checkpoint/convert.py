@@ -1,81 +1,110 @@
 """A GGUF file becomes a checkpoint folder: bf16 safetensors, configs, a fast tokenizer and the chat template.
 
 Run as a program (`python -m disagg.engine.checkpoint.convert SOURCE.gguf TARGET_FOLDER`), so that the command line
-never loads torch: it exits 0 with the folder complete, or 1 with one line on standard error. It reads one tensor at a
-time and checks the result against the parameter names and shapes of the architecture before it writes anything.
+never loads torch: it prints a line at each step and exits 0 with the folder complete, or 1 with one line on standard
+error. All names and shapes are held against what the engine loads, and the disk's free space against what will be
+written, before anything is read; then one tensor after the other is dequantized, a piece at a time, and written.
 
 Config and tokenizer come from `transformers`; the weights are read with the `gguf` package, because the loader of
-`transformers` wants `accelerate`. Source of the format: the GGUF specification and llama.cpp's converter, whose two
-changes to a Llama checkpoint are undone here: its tensor names, and the order of the rotary dimensions of Q and K.
+`transformers` wants `accelerate`. Which architectures there are: gguf_models.py.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.convert_limits import limit_this_process, limits_for
+from disagg.engine.checkpoint.gguf_metadata import GgufMetadata
+from disagg.engine.checkpoint.gguf_models import (
+    EXPERT_NAMES,
+    GGUF_MODELS,
+    ROPE_TENSORS,
+    TOP_NAMES,
+    GgufModel,
+    gguf_model,
+    read_config,
+)
+from disagg.engine.checkpoint.weight_headers import write_safetensors
+from disagg.engine.runner.model.parameters import allocate_parameters
+from disagg.engine.runner.weights import checkpoint_tensors
 from disagg.proto.errors import ConfigError
 
-INTERLEAVED_ROPE_ARCHITECTURES = frozenset({"llama"})
-"""Architectures whose Q and K rows llama.cpp stores with rotary pairs side by side (Mistral is stored as `llama`)."""
-HALVED_ROPE_ARCHITECTURES = frozenset({"qwen2", "qwen3"})
-"""Architectures that it stores as the checkpoint has them: first half, second half."""
+Progress = Callable[[str], None]
+Array = np.ndarray[Any, Any]
 
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+BF16_BYTES = 2
+GB = 10**9
+PIECE_ELEMENTS = 16 << 20
+"""Elements that are dequantized at a time."""
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class Output(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Array]]
+    """Reads it in fp32, in pieces along its first dimension."""
+
 
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT_4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD[0]}*{_WORD[1]}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_WORD[0]}+{_WORD[1]}*{_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "qwen2": _QWEN2_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "dbrx": _LLAMA3_SPLIT,
+    "smaug-bpe": _LLAMA3_SPLIT,
+    "gpt-4o": _GPT_4O_SPLIT,
+}
+"""Expressions by `tokenizer.ggml.pre` whose matches are cut out of a text."""
+SINGLE_DIGITS = ("smollm", "refact")
+"""Texts are cut at each digit, then as GPT-2 does."""
 
 
-def convert_gguf(source: Path, target: Path) -> None:
+def convert_gguf(source: Path, target: Path, progress: Progress = lambda text: None) -> None:
     """Write the checkpoint of `source` into the existing folder `target`.
 
     Raises:
-        ConfigError: if the file is no GGUF file, or of an architecture or tokenizer that is not supported.
+        ConfigError: if the file is no GGUF file, or of an architecture or tokenizer that is not supported, or the disk
+            has too little space.
     """
     import transformers
 
     transformers.logging.set_verbosity_error()
     reader = open_gguf(source)
-    architecture = _string_field(reader, "general.architecture")
-    supported = INTERLEAVED_ROPE_ARCHITECTURES | HALVED_ROPE_ARCHITECTURES
-    if architecture not in supported:
-        raise ConfigError(
-            f"{source.name}: architecture {architecture!r} is not supported; there is {', '.join(sorted(supported))}"
-        )
-    config = transformers.AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    model, metadata = model_of(reader, source)
+    vocab_size = int(metadata.tensors["token_embd.weight"].shape[-1])
+    fields = read_config(model, metadata, vocab_size)
+    config = transformers.AutoConfig.for_model(model.model_type, **fields, **token_ids(reader))
     config.dtype = torch.bfloat16
-    tensors = dict(_hf_tensors(reader, architecture, config.num_attention_heads, config.num_key_value_heads))
-    _check_against_architecture(tensors, config)
-    save_tokenizer(reader, source, target, config.max_position_embeddings)
+    config.architectures = [model.architecture]
+    outputs = checkpoint_outputs(model, metadata.tensors, config.num_attention_heads, config.num_key_value_heads)
     config.save_pretrained(target)
+    _check_against_engine({name: output.shape for name, output in outputs.items()}, target)
+    _check_space({name: output.shape for name, output in outputs.items()}, source, target, progress)
+    save_tokenizer(reader, source, target, config.max_position_embeddings)
     transformers.GenerationConfig.from_model_config(config).save_pretrained(target)
     weights = target / "model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
+    write_safetensors(weights, {name: output.shape for name, output in outputs.items()}, _bf16(outputs, progress))
     weights.chmod(0o644)
 
 
@@ -87,20 +116,69 @@ def open_gguf(source: Path) -> Any:
         raise ConfigError(f"{source}: not a readable GGUF file ({error})") from error
 
 
-def hf_name(gguf_name: str) -> str:
-    """The checkpoint's name of a GGUF tensor; raises `ConfigError` for one that a dense decoder does not have."""
+def model_of(reader: Any, source: Path) -> tuple[GgufModel, GgufMetadata]:
+    """The architecture of a file, and its metadata; raises `ConfigError` for one that is not supported."""
+    architecture = _string_field(reader, "general.architecture")
+    values = {key: each.contents() for key, each in reader.fields.items() if key.startswith(f"{architecture}.")}
+    metadata = GgufMetadata(source, architecture, values, {tensor.name: tensor for tensor in reader.tensors})
+    model = gguf_model(architecture, metadata)
+    if model is None:
+        supported = ", ".join(sorted(GGUF_MODELS))
+        raise ConfigError(f"{source.name}: architecture {architecture!r} is not supported; there is {supported}")
+    if "token_embd.weight" not in metadata.tensors:
+        raise ConfigError(f"{source.name}: tensor token_embd.weight is missing")
+    return model, metadata
+
+
+def token_ids(reader: Any) -> dict[str, int]:
+    """The special tokens that config.json names."""
+    keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    fields = {name: reader.get_field(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: int(each.contents()) for name, each in fields.items() if each is not None}
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def checkpoint_outputs(
+    model: GgufModel, tensors: Mapping[str, Any], num_heads: int, num_kv_heads: int
+) -> dict[str, Output]:
+    """The tensors of the checkpoint that a GGUF file becomes, by name; no weight is read yet.
+
+    Raises:
+        ConfigError: for a tensor that the architecture does not have.
+    """
+    heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if model.has_rotary_pairs else {}
+    outputs: dict[str, Output] = {}
+    for name, tensor in tensors.items():
+        match = _LAYER_PATTERN.fullmatch(name)
+        if name in ROPE_TENSORS:
+            continue
+        if match and match[2] in EXPERT_NAMES and (model.experts or model.has_fused_experts):
+            outputs |= _experts(model, tensors, int(match[1]), match[2], match[3])
+        elif match and match[2] in heads:
+            outputs[hf_name(name, model)] = _rotary(tensor, heads[match[2]])
+        elif model.adds_one_to_norms and name.endswith("norm.weight"):
+            outputs[hf_name(name, model)] = Output(_shape(tensor), partial(_norm, tensor))
+        else:
+            outputs[hf_name(name, model)] = _plain(tensor)
+    return outputs
+
+
+def hf_name(gguf_name: str, model: GgufModel) -> str:
+    """The checkpoint's name of a GGUF tensor; raises `ConfigError` for one that the architecture does not have."""
     match = _LAYER_PATTERN.fullmatch(gguf_name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    stem, _, suffix = gguf_name.rpartition(".")
-    if stem in _TOP_NAMES and suffix == "weight":
-        return f"{_TOP_NAMES[stem]}.weight"
+    if match and match[2] in model.layer_names:
+        own = f"model.layers.{match[1]}.{model.layer_names[match[2]]}"
+        return own if own.endswith(".sinks") else f"{own}.{match[3]}"
+    if gguf_name in TOP_NAMES:
+        return TOP_NAMES[gguf_name]
     raise ConfigError(
         f"tensor {gguf_name!r} is not part of a decoder that this engine runs; import the safetensors version"
     )
 
 
-def split_rotary_pairs(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+def split_rotary_pairs(weight: Array, num_heads: int) -> Array:
     """Undo llama.cpp's order: rows (pair 0 even, pair 0 odd, pair 1 even, ...) of each head become (all even, all odd).
 
     `weight` is [num_heads * head_dim, ...]; so is the result.
@@ -110,38 +188,116 @@ def split_rotary_pairs(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarr
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
-def _hf_tensors(
-    reader: Any, architecture: str, num_heads: int, num_kv_heads: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    interleaved = architecture in INTERLEAVED_ROPE_ARCHITECTURES
-    for tensor in reader.tensors:
-        name = hf_name(tensor.name)
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if interleaved and ".attn_q." in tensor.name:
-            weight = split_rotary_pairs(weight, num_heads)
-        elif interleaved and ".attn_k." in tensor.name:
-            weight = split_rotary_pairs(weight, num_kv_heads)
-        yield name, torch.from_numpy(np.array(weight, dtype=np.float32, order="C")).to(torch.bfloat16)
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """The shape in the order of a checkpoint."""
+    return tuple(int(size) for size in reversed(tensor.shape.tolist()))
 
 
-def _check_against_architecture(tensors: dict[str, torch.Tensor], config: Any) -> None:
-    """The tensors are exactly the parameters of the architecture (but for a tied `lm_head`), in names and shapes."""
-    import transformers
+def _values(tensor: Any, rows: slice | int = slice(None)) -> Array:
+    return np.asarray(gguf.dequantize(tensor.data[rows], tensor.tensor_type), dtype=np.float32)
 
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    config.architectures = [type(model).__name__]
-    expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        expected.pop("lm_head.weight", None)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+def _plain(tensor: Any) -> Output:
+    shape = _shape(tensor)
+
+    def pieces() -> Iterator[Array]:
+        step = max(1, PIECE_ELEMENTS // max(1, tensor.n_elements // max(1, shape[0])))
+        for start in range(0, shape[0], step):
+            yield _values(tensor, slice(start, start + step))
+
+    return Output(shape, pieces)
+
+
+def _norm(tensor: Any) -> Iterator[Array]:
+    yield _values(tensor) - 1
+
+
+def _expert(tensor: Any, expert: int) -> Iterator[Array]:
+    yield _values(tensor, expert)
+
+
+def _rotary(tensor: Any, num_heads: int) -> Output:
+    shape = _shape(tensor)
+    if shape[0] % (2 * num_heads):
+        raise ConfigError(f"tensor {tensor.name!r} has {shape[0]} rows, which are no pairs of {num_heads} heads")
+    return Output(shape, lambda: iter([split_rotary_pairs(_values(tensor), num_heads)]))
+
+
+def _experts(model: GgufModel, tensors: Mapping[str, Any], layer: int, name: str, suffix: str) -> dict[str, Output]:
+    """The tensors that one tensor of all experts of a layer becomes, alone or with another one."""
+    tensor, prefix = tensors[f"blk.{layer}.{name}.{suffix}"], f"model.layers.{layer}."
+    num_experts, *shape = _shape(tensor)
+    if model.experts is not None:
+        own = model.experts[EXPERT_NAMES.index(name)]
+        return {
+            f"{prefix}{own.format(expert)}.{suffix}": Output(tuple(shape), partial(_expert, tensor, expert))
+            for expert in range(num_experts)
+        }
+    end = "" if suffix == "weight" else "_bias"
+    if name == "ffn_down_exps":
+        turned = (num_experts, *reversed(shape))
+        return {
+            f"{prefix}mlp.experts.down_proj{end}": Output(
+                turned, lambda: (_values(tensor, expert).T[None] for expert in range(num_experts))
+            )
+        }
+    gate, up = (f"blk.{layer}.{each}.{suffix}" for each in EXPERT_NAMES[:2])
+    if name != EXPERT_NAMES[0]:  # it comes with the gate
+        if gate not in tensors:
+            raise ConfigError(f"tensor {gate!r} is missing beside {tensor.name!r}")
+        return {}
+    if up not in tensors or _shape(tensors[up]) != _shape(tensor):
+        raise ConfigError(f"tensor {up!r} is missing or of another shape than {gate!r}")
+
+    def in_turns() -> Iterator[Array]:
+        for expert in range(num_experts):
+            both = np.stack([_values(tensor, expert), _values(tensors[up], expert)], axis=1)
+            yield both.reshape(2 * shape[0], *shape[1:]).T[None]
+
+    return {f"{prefix}mlp.experts.gate_up_proj{end}": Output((num_experts, *shape[1:], 2 * shape[0]), in_turns)}
+
+
+def _bf16(outputs: Mapping[str, Output], progress: Progress) -> Iterator[memoryview]:
+    """The bytes of all tensors in bf16, in their order. For each gigabyte a line says how far it is."""
+    total = sum(_num_elements(output.shape) for output in outputs.values())
+    done, told = 0, 0
+    for output in outputs.values():
+        for piece in output.pieces():
+            rounded = torch.from_numpy(np.array(piece, dtype=np.float32, order="C")).to(torch.bfloat16)
+            yield rounded.view(-1).view(torch.uint8).numpy().data
+            done += piece.size
+            if done * BF16_BYTES // GB > told:
+                told = done * BF16_BYTES // GB
+                progress(f"converted {told} of {total * BF16_BYTES / GB:.2f} GB")
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def _check_space(shapes: Mapping[str, tuple[int, ...]], source: Path, target: Path, progress: Progress) -> None:
+    needed = BF16_BYTES * sum(map(_num_elements, shapes.values()))
+    free = shutil.disk_usage(target).free
+    progress(f"{source.name} takes {needed / GB:.2f} GB as bf16; {free / GB:.2f} GB are free")
+    if needed > free:
+        raise ConfigError(f"{source.name} takes {needed / GB:.2f} GB as bf16; only {free / GB:.2f} GB are free")
+
+
+def _check_against_engine(found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """The tensors are exactly those that the engine loads for this config.json, in names and shapes."""
+    model = read_model_config(folder)
+    parameters = allocate_parameters(model, torch.bfloat16, torch.device("meta"))
+    expected = {name: target.shape for name, target in checkpoint_tensors(model, parameters).items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
         raise ConfigError(
             f"{len(wrong)} tensors do not fit the architecture, such as {name}: the file has {found.get(name)}, "
-            f"{config.architectures[0]} needs {expected.get(name)}"
+            f"{model.architecture} needs {expected.get(name)}"
         )
+
+
+# ---------------------------------------------------------------- tokenizer
 
 
 def save_tokenizer(reader: Any, source: Path, target: Path, max_model_len: int) -> None:
@@ -149,7 +305,10 @@ def save_tokenizer(reader: Any, source: Path, target: Path, max_model_len: int) 
     byte its own)."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    architecture = _string_field(reader, "general.architecture")
+    known_to_auto = architecture in ("llama", "qwen2", "qwen3")
+    loader = transformers.AutoTokenizer if known_to_auto else transformers.PreTrainedTokenizerFast
+    tokenizer = loader.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.model_max_length = max_model_len
     if _string_field(reader, "tokenizer.ggml.model") == "gpt2":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer(_string_field(reader, "tokenizer.ggml.pre"))
@@ -170,14 +329,14 @@ def pre_tokenizer(name: str) -> Any:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name == "gpt-2":
         return byte_level
-    if name == "smollm":
+    if name in SINGLE_DIGITS:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if name == "qwen2":
-        split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+    if name in SPLITS:
+        split = pre_tokenizers.Split(Regex(SPLITS[name]), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    known = ", ".join(sorted(("gpt-2", *SPLITS, *SINGLE_DIGITS)))
     raise ConfigError(
-        f"pre-tokenizer {name!r} of this GGUF file is not known (there is gpt-2, qwen2, smollm); "
-        "import the safetensors version"
+        f"pre-tokenizer {name!r} of this GGUF file is not known (there is {known}); import the safetensors version"
     )
 
 
@@ -194,7 +353,7 @@ def main(arguments: list[str]) -> int:
     try:
         limits = limits_for(source.stat().st_size)
         limit_this_process(limits)
-        convert_gguf(source, target)
+        convert_gguf(source, target, lambda text: print(text, flush=True))
     except MemoryError:
         print(f"error: {source.name} needs more than {limits.memory_bytes >> 30} GiB of memory", file=sys.stderr)
         return 1

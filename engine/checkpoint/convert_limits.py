@@ -15,7 +15,7 @@ class Limits(NamedTuple):
     """Resource limits of one conversion."""
 
     memory_bytes: int
-    """Private memory: libraries, and all weights in bf16 before they are written."""
+    """Private memory: libraries, and a few pieces of a tensor in fp32."""
     cpu_s: int
     file_bytes: int
     """Maximum size of a file that the conversion writes."""
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 def limits_for(source_bytes: int) -> Limits:
     """Limits for a file of this size: weights of two bits become eight times as large."""
     return Limits(
-        memory_bytes=4 * GIB + 10 * source_bytes,
+        memory_bytes=8 * GIB,
         cpu_s=600 + 120 * (source_bytes // GIB),
         file_bytes=GIB + 10 * source_bytes,
     )

@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
+from disagg.engine.checkpoint.gguf_models import LAYER_NAMES, TOP_NAMES
+
 HIDDEN, HEADS, KV_HEADS, LAYERS, FFN = 32, 4, 2, 2, 64
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefghij0123456789", "Ġ", "Ċ", "ab", "ĠĠ"]
 MERGES = ["a b", "Ġ Ġ"]
@@ -26,7 +28,8 @@ def write_gguf(
 ) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
     """A GGUF file with random F32 weights; returns its tensors by GGUF name, as they are stored."""
     writer = gguf.GGUFWriter(path, architecture)
-    _write_metadata(writer, pre, template)
+    _write_sizes(writer)
+    write_tokenizer(writer, pre, template)
     tensors = gguf_tensors()
     if extra_tensor is not None:
         tensors[extra_tensor] = np.ones(4, dtype=np.float32)
@@ -41,7 +44,7 @@ def write_gguf(
     return tensors
 
 
-def _write_metadata(writer: gguf.GGUFWriter, pre: str, template: str | None) -> None:
+def _write_sizes(writer: gguf.GGUFWriter) -> None:
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -52,6 +55,10 @@ def _write_metadata(writer: gguf.GGUFWriter, pre: str, template: str | None) -> 
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(TOKENS))
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, pre: str, template: str | None) -> None:
+    """Metadata of the tiny tokenizer."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
@@ -84,12 +91,21 @@ def gguf_tensors() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]
     return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def llama_tensors() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """The tensors of the tiny Llama by the checkpoint's names; the last norm is zero."""
+    named = {}
+    for name, tensor in gguf_tensors().items():
+        block, layer, part = name.split(".")[:3] if name.startswith("blk.") else ("", "", "")
+        named[f"model.layers.{layer}.{LAYER_NAMES[part]}.weight" if block else TOP_NAMES[name]] = tensor
+    return named | {"model.norm.weight": np.zeros(HIDDEN, dtype=np.float32)}
+
+
 def write_checkpoint(folder: Path, *, leave_out: str | None = None, template_in_config: bool = True) -> Path:
     """A checkpoint folder as a hub would hold it, with one weight file and a file of code that must not be taken."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 4,
+        "vocab_size": len(TOKENS),
         "eos_token_id": [2, 3],
         "bos_token_id": 1,
         "hidden_size": HIDDEN,
@@ -99,6 +115,7 @@ def write_checkpoint(folder: Path, *, leave_out: str | None = None, template_in_
         "num_hidden_layers": LAYERS,
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
     }
     tokenizer_config = {"chat_template": CHAT_TEMPLATE} if template_in_config else {}
     for name, content in (
@@ -107,7 +124,7 @@ def write_checkpoint(folder: Path, *, leave_out: str | None = None, template_in_
         ("tokenizer_config.json", tokenizer_config),
     ):
         (folder / name).write_text(json.dumps(content))
-    save_file({"w": np.zeros(4, dtype=np.float32)}, folder / "model.safetensors")
+    save_file(llama_tensors(), folder / "model.safetensors")
     (folder / "modeling_evil.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     if leave_out is not None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from disagg.engine.checkpoint import convert
+from disagg.engine.checkpoint.gguf_models import GGUF_MODELS
 from disagg.proto.errors import ConfigError
 from tests.support import checkpoints
 
@@ -94,9 +95,10 @@ def test_a_file_without_chat_template_gives_none(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
-    checkpoints.write_gguf(tmp_path / "x.gguf", extra_tensor="rope_freqs.weight")
+    checkpoints.write_gguf(tmp_path / "x.gguf", extra_tensor="blk.0.attn_sinks.weight")
     assert refusal(tmp_path, tmp_path / "x.gguf") == (
-        "tensor 'rope_freqs.weight' is not part of a decoder that this engine runs; import the safetensors version"
+        "tensor 'blk.0.attn_sinks.weight' is not part of a decoder that this engine runs; "
+        "import the safetensors version"
     )
 
 
@@ -111,7 +113,8 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     checkpoints.write_gguf(tmp_path / "x.gguf", pre="mystery")
     assert refusal(tmp_path, tmp_path / "x.gguf") == (
-        "pre-tokenizer 'mystery' of this GGUF file is not known (there is gpt-2, qwen2, smollm); "
+        "pre-tokenizer 'mystery' of this GGUF file is not known (there is dbrx, gpt-2, gpt-4o, llama-bpe, qwen2, "
+        "refact, smaug-bpe, smollm); "
         "import the safetensors version"
     )
 
@@ -119,7 +122,8 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_an_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     checkpoints.write_gguf(tmp_path / "x.gguf", architecture="mamba")
     assert refusal(tmp_path, tmp_path / "x.gguf") == (
-        "x.gguf: architecture 'mamba' is not supported; there is llama, qwen2, qwen3"
+        "x.gguf: architecture 'mamba' is not supported; there is gemma2, gemma3, gpt-oss, granite, llama, phi3, qwen2, "
+        "qwen3, qwen3moe, smollm3"
     )
 
 
@@ -144,4 +148,4 @@ def test_as_a_program_a_broken_file_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_tensor_names(gguf_name: str, name: str) -> None:
-    assert convert.hf_name(gguf_name) == name
+    assert convert.hf_name(gguf_name, GGUF_MODELS["qwen3"]) == name

@@ -13,8 +13,8 @@ from disagg.engine.checkpoint.convert_limits import GIB, Limits, limits_for
 
 
 def test_limits_follow_the_size_of_the_file() -> None:
-    assert limits_for(0) == Limits(4 * GIB, 600, GIB)
-    assert limits_for(2 * GIB) == Limits(24 * GIB, 840, 21 * GIB)
+    assert limits_for(0) == Limits(8 * GIB, 600, GIB)
+    assert limits_for(2 * GIB) == Limits(8 * GIB, 840, 21 * GIB)
 
 
 @pytest.mark.parametrize(
