@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -37,12 +38,11 @@ from disagg.cluster.models.files import (
     read_manifest,
     write_manifest,
 )
+from disagg.cluster.models.space import check_space, shares_blocks, shown
 from disagg.cluster.system.children import child_environment
 from disagg.cluster.system.program import command
 from disagg.cluster.system.temp_folders import temp_folder
 from disagg.engine.cache_folder import cache_folder
-from disagg.engine.checkpoint.checkpoint import read_model_config
-from disagg.engine.checkpoint.weight_headers import read_header, weight_files
 from disagg.proto.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -72,6 +72,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     nbytes: int
     """Size of the weights."""
+    weight_format: str = ""
+    """`quant_method` of quantized weights."""
 
 
 # ---------------------------------------------------------------- cache
@@ -137,12 +139,14 @@ def list_models(cache: Path | None = None) -> list[ModelEntry]:
 
 def _entry(folder: Path) -> ModelEntry:
     config = _read_json(folder / "config.json")
+    quantization = config.get("quantization_config")
     return ModelEntry(
         name=folder.name,
         path=str(folder),
         source=read_manifest(folder).source,
         architecture=", ".join(config.get("architectures") or ["unknown"]),
         nbytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        weight_format=str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else "",
     )
 
 
@@ -198,13 +202,12 @@ def _fill(source: str, staging: Path, progress: Progress) -> str:
     elif path.is_file() and path.suffix == ".gguf":
         convert_gguf(path, staging, progress)
     elif path.is_dir():
-        progress(f"copying {path}")
-        copy_checkpoint(path, staging)
+        copy_checkpoint(path, staging, progress)
     elif not path.exists() and source.startswith(("/", ".", "~")):
         raise ConfigError(f"model import: there is no {source}")
     elif not path.exists() and _HUB_ID.fullmatch(source):
         snapshot = fetch_from_hub(source, progress)
-        copy_checkpoint(snapshot, staging)
+        copy_checkpoint(snapshot, staging, progress)
         return snapshot.name  # the hub's cache names it by its commit
     else:
         raise ConfigError(
@@ -247,11 +250,18 @@ def convert_gguf(source: Path, staging: Path, progress: Progress) -> None:
     transformers."""
     progress(f"converting {source.name} to bf16 safetensors")
     command = [sys.executable, "-m", "disagg.engine.checkpoint.convert", str(source.resolve()), str(staging)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment(os.environ))
-    if done.returncode == -signal.SIGXCPU:
+    with tempfile.TemporaryFile("w+") as errors:
+        environment = child_environment(os.environ)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+            assert process.stdout is not None, "it is a pipe"
+            for line in process.stdout:
+                progress(line.strip())
+        errors.seek(0)
+        said = _last_line(errors.read())
+    if process.returncode == -signal.SIGXCPU:
         raise ConfigError(f"model import: {source.name} took more than its time on the processor; it was not used")
-    if done.returncode != 0:
-        raise ConfigError(f"model import: {_last_line(done.stderr).removeprefix('error: ')}")
+    if process.returncode != 0:
+        raise ConfigError(f"model import: {said.removeprefix('error: ')}")
 
 
 def fetch_from_hub(source: str, progress: Progress) -> Path:
@@ -262,8 +272,15 @@ def fetch_from_hub(source: str, progress: Progress) -> Path:
     hub_id, _, revision = source.partition("@")
     progress(f"fetching {source} from the model hub")
     patterns = ["*.safetensors", "*.safetensors.index.json", *_CONFIG_FILES, *_TOKENIZER_FILES]
+    wanted: dict[str, Any] = {"revision": revision or None, "allow_patterns": patterns}
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision or None, allow_patterns=patterns))
+        files = huggingface_hub.snapshot_download(hub_id, dry_run=True, **wanted)
+        missing = sum(file.file_size or 0 for file in files if file.will_download)
+        hub_cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+        check_space(_existing(hub_cache), missing, f"what is not yet there of {source}", progress)
+        return Path(huggingface_hub.snapshot_download(hub_id, **wanted))
+    except ConfigError:
+        raise
     except Exception as error:  # the hub client raises errors of many libraries: network, HTTP, its own
         cause = _first_line(str(error)) or type(error).__name__
         raise ConfigError(
@@ -272,22 +289,27 @@ def fetch_from_hub(source: str, progress: Progress) -> Path:
         ) from error
 
 
-def copy_checkpoint(source: Path, staging: Path) -> None:
+def copy_checkpoint(source: Path, staging: Path, progress: Progress = lambda text: None) -> None:
     """Copy the safetensors, configs and tokenizer of a checkpoint folder.
 
     Raises:
-        ConfigError: if a part that serving needs is missing or broken, or no worker could run the model.
+        ConfigError: if a part that serving needs is missing or broken, no worker could run the model, or the disk has
+            too little space.
     """
+    from disagg.engine.runner.weights import check_weights  # loads torch
+
     weights = sorted(source.glob("*.safetensors"))
     if not weights:
         raise ConfigError(f"model import: {source} has no .safetensors file (other weight formats are not loaded)")
     for required in ("config.json", "tokenizer.json"):
         if not (source / required).is_file():
             raise ConfigError(f"model import: {source} has no {required}")
-    read_model_config(source)
-    for path in weight_files(source):
-        read_header(path)
-    for path in weights:
+    check_weights(source)
+    sizes = {path: path.stat().st_size for path in weights}
+    if not shares_blocks(weights[0].resolve(), staging):
+        check_space(staging.parent, sum(sizes.values()), source.name, progress)
+    for index, (path, size) in enumerate(sizes.items(), 1):
+        progress(f"copying {path.name}, {index} of {len(sizes)} ({shown(size)} of {shown(sum(sizes.values()))})")
         copy_file(path.resolve(), staging / path.name)
     for name in (*_CONFIG_FILES, *_TOKENIZER_FILES, "model.safetensors.index.json"):
         if (source / name).is_file():
@@ -350,6 +372,11 @@ def _publish(staging: Path, target: Path) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     staging.rename(target)
     return target
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _last_line(text: str) -> str:

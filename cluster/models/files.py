@@ -24,7 +24,7 @@ from disagg.proto.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MANIFEST: Final = "manifest.json"
-_FICLONE: Final = 0x40049409
+FICLONE: Final = 0x40049409
 """Linux ioctl that lets a file share the blocks of another one until one of them is written."""
 
 
@@ -112,7 +112,7 @@ def copy_file(source: Path, target: Path) -> None:
     source would then change the served model."""
     with source.open("rb") as read, target.open("xb") as written:
         try:
-            fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
+            fcntl.ioctl(written.fileno(), FICLONE, read.fileno())
         except OSError:  # another file system, or one that cannot
             shutil.copyfileobj(read, written, 1 << 20)
 

@@ -62,4 +62,5 @@ def model_list() -> None:
     if not entries:
         typer.echo(f"no models in {cache_dir()}; next: {command('model import ' + DEFAULT_MODEL)}")
     for entry in entries:
-        typer.echo(f"{entry.name}  {entry.architecture}  {entry.nbytes / 1e6:.0f} MB  from {entry.source}")
+        kind = f"{entry.architecture} {entry.weight_format}".strip()
+        typer.echo(f"{entry.name}  {kind}  {entry.nbytes / 1e6:.0f} MB  from {entry.source}")

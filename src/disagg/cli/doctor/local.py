@@ -18,6 +18,8 @@ from disagg.cli.doctor.finding import Finding
 from disagg.cluster.models.catalog import DEFAULT_MODEL, ModelEntry, cache_dir, list_models
 from disagg.cluster.system.cores import available_cores, num_cuda_devices
 from disagg.cluster.system.program import command
+from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.proto.errors import ConfigError
 
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 3 << 30
@@ -183,9 +185,14 @@ def ray_finding(version: str, has_token: bool, file_mode: int | None, auth_mode:
     return Finding("ok", "Ray", f"{version}; no token yet, which only `ray up` needs: ray get-auth-token --generate")
 
 
-def models_finding(models: list[ModelEntry], cache: Path) -> Finding:
-    """Finding about the model cache."""
-    names = ", ".join(entry.name for entry in models)
+def models_finding(models: list[ModelEntry], cache: Path, refused: Mapping[str, str] | None = None) -> Finding:
+    """Finding about the model cache. `refused`: why a model of it cannot be served, by name."""
+    if refused:
+        text = "; ".join(f"{name} cannot be served: {reason}" for name, reason in refused.items())
+        return Finding("warn", "models", text, command("model import --force"))
+    names = ", ".join(
+        f"{entry.name} ({entry.weight_format})" if entry.weight_format else entry.name for entry in models
+    )
     if DEFAULT_MODEL in {entry.name for entry in models}:
         return Finding("ok", "models", f"{names} in {cache}")
     text = f"{names} in {cache}; not the default one" if names else f"none in {cache}"
@@ -249,4 +256,14 @@ def _ray() -> Finding:
 
 
 def _models() -> Finding:
-    return models_finding(list_models(), cache_dir())
+    models = list_models()
+    return models_finding(models, cache_dir(), dict(_refused(models)))
+
+
+def _refused(models: list[ModelEntry]) -> Iterator[tuple[str, str]]:
+    """Models whose config.json asks for what this version does not serve, and what that is."""
+    for entry in models:
+        try:
+            read_model_config(entry.path)
+        except ConfigError as error:
+            yield entry.name, str(error)

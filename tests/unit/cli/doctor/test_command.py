@@ -223,6 +223,14 @@ def test_models(names: list[str], level: str, text: str) -> None:
     assert found.next_step == ("" if level == "ok" else "disagg model import smollm2-135m")
 
 
+def test_models_name_their_format_and_what_cannot_be_served() -> None:
+    entry = ModelEntry(name="smollm2-135m", path="", source="", architecture="", nbytes=1, weight_format="fp8")
+    assert doctor_local.models_finding([entry], Path("/m")).text == "smollm2-135m (fp8) in /m"
+    found = doctor_local.models_finding([entry], Path("/m"), {"smollm2-135m": "config.json: no"})
+    assert (found.level, found.text) == ("warn", "smollm2-135m cannot be served: config.json: no")
+    assert found.next_step == "disagg model import --force"
+
+
 # ---------------------------------------------------------------- a cluster
 
 

@@ -4,15 +4,19 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from disagg.cli.main import app
 from disagg.cluster.models import catalog as models
 from disagg.cluster.models import files as model_files
 from disagg.proto.errors import ConfigError
-from tests.support.checkpoints import CHAT_TEMPLATE, write_checkpoint
+from tests.support.checkpoints import CHAT_TEMPLATE, llama_tensors, write_checkpoint
 
 
 @pytest.fixture
@@ -158,6 +162,54 @@ def test_a_broken_folder_is_refused_before_it_is_copied(
     with pytest.raises(ConfigError) as caught:
         models.import_model(str(source), cache=cache)
     assert str(caught.value).startswith(f"{source / file}: {message}")
+    assert names(cache) == []
+
+
+def test_tensors_that_are_not_the_models_are_refused_before_they_are_copied(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({key: tensor for key, tensor in llama_tensors().items() if key != name}, source / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^{source}: the weights lack {name}$"):
+        models.import_model(str(source), cache=cache)
+    assert names(cache) == []
+
+
+def test_a_scale_that_is_not_finite_is_refused_before_it_is_copied(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    config = json.loads((source / "config.json").read_bytes())
+    (source / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": 32}})
+    )
+    tensors, module = llama_tensors(), "model.layers.0.mlp.up_proj"
+    del tensors[f"{module}.weight"]
+    quantized: dict[str, Any] = {
+        f"{module}.qweight": np.zeros((8, 64), dtype=np.int32),
+        f"{module}.qzeros": np.zeros((1, 16), dtype=np.int32),
+        f"{module}.scales": np.ones((1, 64), dtype=np.float16),
+    }
+    save_file(tensors | quantized, source / "model.safetensors")
+    assert models.list_models(cache) == []
+    folder = models.import_model(str(source), name="good", cache=cache)
+    assert [(entry.path, entry.weight_format) for entry in models.list_models(cache)] == [(str(folder), "gptq")]
+    quantized[f"{module}.scales"][0, 63] = np.nan
+    save_file(tensors | quantized, source / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=rf"model\.safetensors: tensor {module}\.scales has a scale that is not finite$"
+    ):
+        models.import_model(str(source), cache=cache)
+    assert names(cache) == ["good"]
+
+
+def test_a_disk_with_too_little_space_is_refused_before_it_is_written(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    monkeypatch.setattr(models, "shares_blocks", lambda file, folder: False)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=rf"^model import: tiny takes 0\.1 MB, but {cache} has only 0\.0 MB free$"):
+        models.import_model(str(source), cache=cache, progress=said.append)
+    assert said == [f"tiny takes 0.1 MB of {cache}, where 0.0 MB are free"]
     assert names(cache) == []
 
 
@@ -335,7 +387,11 @@ def test_a_commit_of_the_hub_is_asked_for_and_noted(
 ) -> None:
     commit, asked = "0123456789abcdef0123456789abcdef01234567", []
 
-    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(
+        hub_id: str, *, revision: str | None, allow_patterns: list[str], dry_run: bool = False
+    ) -> str | list[Any]:
+        if dry_run:
+            return [SimpleNamespace(file_size=123_000_000, will_download=True)]
         asked.append((hub_id, revision))
         return str(write_checkpoint(tmp_path / hub_id / commit))
 
