@@ -43,6 +43,7 @@ from disagg.cluster.system.children import child_environment
 from disagg.cluster.system.program import command
 from disagg.cluster.system.temp_folders import temp_folder
 from disagg.engine.cache_folder import cache_folder
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.proto.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -274,6 +275,8 @@ def fetch_from_hub(source: str, progress: Progress) -> Path:
     patterns = ["*.safetensors", "*.safetensors.index.json", *_CONFIG_FILES, *_TOKENIZER_FILES]
     wanted: dict[str, Any] = {"revision": revision or None, "allow_patterns": patterns}
     try:
+        configs = huggingface_hub.snapshot_download(hub_id, **wanted | {"allow_patterns": list(_CONFIG_FILES)})
+        read_model_config(configs)  # refused before the weights are there
         files = huggingface_hub.snapshot_download(hub_id, dry_run=True, **wanted)
         missing = sum(file.file_size or 0 for file in files if file.will_download)
         hub_cache = Path(huggingface_hub.constants.HF_HUB_CACHE)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,7 +393,9 @@ def test_a_commit_of_the_hub_is_asked_for_and_noted(
     ) -> str | list[Any]:
         if dry_run:
             return [SimpleNamespace(file_size=123_000_000, will_download=True)]
-        asked.append((hub_id, revision))
+        if allow_patterns != ["config.json", "generation_config.json"]:
+            asked.append((hub_id, revision))
+        shutil.rmtree(tmp_path / hub_id, ignore_errors=True)
         return str(write_checkpoint(tmp_path / hub_id / commit))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -402,3 +405,22 @@ def test_a_commit_of_the_hub_is_asked_for_and_noted(
     assert models.resolve_model("owner/Tiny", cache) == folder
     models.import_model("owner/Other", cache=cache)
     assert asked[1:] == [("owner/Other", None)]
+
+
+def test_a_model_of_the_hub_that_is_not_served_is_refused_before_its_weights_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        folder = write_checkpoint(tmp_path / hub_id)
+        config = json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError, match="`quant_method` 'hqq' is not supported"):
+        models.import_model("owner/Tiny", cache=cache)
+    assert asked == [["config.json", "generation_config.json"]]
+    assert names(cache) == []

@@ -61,6 +61,7 @@ def opened(folder: Path) -> TensorReader:
 def read(reader: TensorReader, name: str, *part: range) -> Tensor:
     whole = torch.full([len(indices) for indices in part], float("nan"))
     for place, piece in reader.pieces(name, part):
+        assert not place or piece.numel() <= max(reader_module.PIECE_ELEMENTS, piece.shape[-1])
         whole[place] = piece.to(torch.float32)
     return whole
 
