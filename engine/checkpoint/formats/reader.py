@@ -115,10 +115,10 @@ class TensorReader:
             return self._read(name, (*experts, rows, columns))
         if packing.dim == -1:
             words, skipped = _words(columns, packing.per_word)
-            found = _unpacked(self._words(name, experts, rows, words), packing).flatten(-2)
+            found = _unpacked(self._words(name, experts, rows, words), packing)
             return found.narrow(-1, skipped, len(columns))
         words, skipped = _words(rows, packing.per_word)
-        found = _unpacked(self._words(name, experts, words, columns), packing).transpose(-1, -2).flatten(-3, -2)
+        found = _unpacked(self._words(name, experts, words, columns), packing)
         return found.narrow(-2, skipped, len(rows))
 
     def _words(self, name: str, experts: Part, rows: range, words: range) -> Tensor:
@@ -164,7 +164,8 @@ class TensorReader:
         row_groups: Tensor,
         column_groups: Tensor,
     ) -> Tensor:
-        """The scales or zeros of the groups in fp32, [..., R, C]. `shape`: of those of all groups."""
+        """The scales or zeros of the groups in fp32, [..., R, C] or what broadcasts to it. `shape`: of those of all
+        groups."""
         rows = range(int(row_groups.min()), int(row_groups.max()) + 1)
         columns = range(int(column_groups.min()), int(column_groups.max()) + 1)
         if packing is None and self._entries[name].shape != shape:  # of the whole tensor, without its dimensions
@@ -175,8 +176,7 @@ class TensorReader:
         if found.dtype == torch.uint8:
             found = found.contiguous().view(torch.float8_e8m0fnu)
         found = found.to(torch.float32)
-        by_row = found.index_select(-2, row_groups - rows.start)
-        return by_row.index_select(-1, column_groups - columns.start)
+        return _spread(_spread(found, -1, column_groups - columns.start), -2, row_groups - rows.start)
 
     def _grid(self, stored: StoredTensor, quantized: Quantized) -> tuple[int, ...]:
         """How many groups there are: of experts, along rows, along columns."""
@@ -232,6 +232,20 @@ def _words(numbers: range, per_word: int) -> tuple[range, int]:
 
 
 def _unpacked(words: Tensor, packing: Packing) -> Tensor:
-    """The numbers of each word, int32, in a new last dimension."""
+    """The numbers of the words, int32, one behind the other along the packed dimension."""
     shifts = torch.tensor([packing.bits * field for field in packing.fields], dtype=torch.int32)
-    return words.to(torch.int32).unsqueeze(-1) >> shifts & (1 << packing.bits) - 1
+    words = words.to(torch.int32)
+    if packing.dim == -1:
+        numbers = words.unsqueeze(-1) >> shifts
+    else:
+        numbers = words.unsqueeze(-2) >> shifts.unsqueeze(-1)
+    numbers &= (1 << packing.bits) - 1
+    return numbers.flatten(packing.dim - 1, packing.dim)
+
+
+def _spread(values: Tensor, dim: int, groups: Tensor) -> Tensor:
+    """`values[groups]` along a dimension; as they are where each group has one element, or there is one group."""
+    count = values.shape[dim]
+    if count == 1 or (count == len(groups) and bool((groups == torch.arange(count)).all())):
+        return values
+    return values.index_select(dim, groups)
