@@ -235,10 +235,8 @@ def _unpacked(words: Tensor, packing: Packing) -> Tensor:
     """The numbers of the words, int32, one behind the other along the packed dimension."""
     shifts = torch.tensor([packing.bits * field for field in packing.fields], dtype=torch.int32)
     words = words.to(torch.int32)
-    if packing.dim == -1:
-        numbers = words.unsqueeze(-1) >> shifts
-    else:
-        numbers = words.unsqueeze(-2) >> shifts.unsqueeze(-1)
+    words, shifts = (words.unsqueeze(-1), shifts) if packing.dim == -1 else (words.unsqueeze(-2), shifts.unsqueeze(-1))
+    numbers = words >> shifts
     numbers &= (1 << packing.bits) - 1
     return numbers.flatten(packing.dim - 1, packing.dim)
 
