@@ -9,6 +9,7 @@ are packed. Nothing here is shared with the reader: words are put together numbe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +29,14 @@ Stored = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """A way to store a linear layer, and what config.json says of it."""
+    """A way to store a linear layer, or the experts of one, and what config.json says of it."""
 
     store: Callable[[Tensor], Stored]
     config: dict[str, Any] = field(default_factory=dict)
+    tensors: str = r"(_proj|\.w[123])\.weight$"
+    """The tensors that are stored so."""
+    ending: str = "weight"
+    """What their names lose before the names of the parts are put behind."""
 
 
 def quantize_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
@@ -41,10 +46,10 @@ def quantize_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
     written: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        if key.endswith("_proj.weight"):
+        if re.search(FORMATS[name].tensors, key):
             stored, values[key] = FORMATS[name].store(tensor.float())
-            module = key.removesuffix(".weight")
-            written |= {f"{module}.{suffix}": part.contiguous() for suffix, part in stored.items()}
+            beginning = key.removesuffix(FORMATS[name].ending)
+            written |= {beginning + part: each.contiguous() for part, each in stored.items()}
         else:
             written[key], values[key] = tensor, tensor.float()
     save_file(written, file)
@@ -187,6 +192,20 @@ def _float8(kind: str, scale_name: str = "weight_scale", *, exponents: bool = Fa
     return store
 
 
+def _mxfp4(experts: Tensor) -> Stored:
+    """`experts`: [experts, in, out], as gpt-oss has them."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    blocks = experts.transpose(1, 2).reshape(*experts.transpose(1, 2).shape[:2], -1, 32)
+    powers = (blocks.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    codes = ((blocks / 2**powers)[..., None] - table).abs().argmin(-1)
+    values = (table[codes] * 2**powers).flatten(2).transpose(1, 2)
+    parts = {
+        "_blocks": (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8),
+        "_scales": (powers.squeeze(-1) + 127).to(torch.uint8),
+    }
+    return parts, values.contiguous()
+
+
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "group_size": None} | weights
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -245,5 +264,11 @@ FORMATS: dict[str, Format] = {
     "gptq_v2": Format(_gptq(8, GROUP, zero_less=0), _gptq_config(8, GROUP, checkpoint_format="gptq_v2")),
     "gptq_2_bits": Format(_gptq(2, 16, symmetric=True), _gptq_config(2, 16)),
     "gptq_one_group": Format(_gptq(4, None, symmetric=True), _gptq_config(4, -1)),
+    "mxfp4": Format(
+        _mxfp4,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        tensors=r"experts\.(gate_up|down)_proj$",
+        ending="",
+    ),
     "awq": Format(_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -69,7 +70,10 @@ def read(reader: TensorReader, name: str, *part: range) -> Tensor:
 # ---------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("name", FORMATS)
+DENSE = [name for name in FORMATS if name != "mxfp4"]
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_each_tensor_has_the_values_that_its_format_defines(
     plain: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,22 +89,25 @@ def test_each_tensor_has_the_values_that_its_format_defines(
             assert torch.equal(found, value[rows.start : rows.stop, columns.start : columns.stop])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_model_is_that_of_the_dequantized_weights(plain: Path, tmp_path: Path, name: str) -> None:
-    """Parameters of one rank, of each of two, in fp32 and in bf16; and the tokens."""
-    folder, values = quantized(name, plain, tmp_path / "quantized")
-    dequantized = tmp_path / "dequantized"
-    shutil.copytree(plain, dequantized)
-    save_file(values, dequantized / "model.safetensors")
-    for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
-        for dtype in (torch.float32, torch.bfloat16):
-            found, expected = (
-                load_parameters(each, read_model_config(each), dtype, CPU, shard) for each in (folder, dequantized)
-            )
-            model = read_model_config(folder)
-            filled = checkpoint_tensors(model, expected, shard)
-            for key, target in checkpoint_tensors(model, found, shard).items():
-                assert torch.equal(target.parameter, filled[key].parameter), key
+def make_dequantized(folder: Path, values: dict[str, Tensor], target: Path) -> Path:
+    shutil.copytree(folder, target)
+    save_file(values, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def assert_same_model(folder: Path, dequantized: Path) -> None:
+    """Parameters of one rank and of each of two, in fp32 and in bf16; and the tokens."""
+    configs = [read_model_config(each) for each in (folder, dequantized)]
+    for shard, dtype in itertools.product((WHOLE, Shard(0, 2), Shard(1, 2)), (torch.float32, torch.bfloat16)):
+        found, expected = (
+            checkpoint_tensors(model, load_parameters(each, model, dtype, CPU, shard), shard)
+            for each, model in zip((folder, dequantized), configs, strict=True)
+        )
+        for key, target in found.items():
+            assert torch.equal(target.parameter, expected[key].parameter), key
     tokens = []
     for each in (folder, dequantized):
         sequence = make_sequence(PROMPT, [3, 1, 4])
@@ -108,6 +115,19 @@ def test_a_model_is_that_of_the_dequantized_weights(plain: Path, tmp_path: Path,
         tokens.append(sequence.token_ids[len(PROMPT) :])
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 6
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_model_is_that_of_the_dequantized_weights(plain: Path, tmp_path: Path, name: str) -> None:
+    folder, values = quantized(name, plain, tmp_path / "quantized")
+    assert_same_model(folder, make_dequantized(folder, values, tmp_path / "dequantized"))
+
+
+def test_a_model_with_fused_tensors_is_that_of_the_dequantized_weights(tmp_path: Path) -> None:
+    """Q, K and V are one tensor of the files, of which a rank has several parts."""
+    folder = make_checkpoint("phi3", tmp_path / "quantized")
+    values = quantize_checkpoint("packed_int4_zeros", folder)
+    assert_same_model(folder, make_dequantized(folder, values, tmp_path / "dequantized"))
 
 
 def test_mxfp4_has_the_values_of_the_microscaling_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
