@@ -76,6 +76,8 @@ SPLITS = {
     "gpt-4o": _GPT_4O_SPLIT,
 }
 """Expressions by `tokenizer.ggml.pre` whose matches are cut out of a text."""
+WHOLE_WORDS = ("llama-bpe",)
+"""What is cut out is one token where the vocabulary has it, whatever the merges say."""
 SINGLE_DIGITS = ("smollm", "refact")
 """Texts are cut at each digit, then as GPT-2 does."""
 
@@ -311,7 +313,9 @@ def save_tokenizer(reader: Any, source: Path, target: Path, max_model_len: int) 
     tokenizer = loader.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.model_max_length = max_model_len
     if _string_field(reader, "tokenizer.ggml.model") == "gpt2":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer(_string_field(reader, "tokenizer.ggml.pre"))
+        name = _string_field(reader, "tokenizer.ggml.pre")
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer(name)
+        tokenizer.backend_tokenizer.model.ignore_merges = name in WHOLE_WORDS
     template = reader.get_field("tokenizer.chat_template")
     tokenizer.chat_template = None if template is None else str(template.contents())
     tokenizer.save_pretrained(target)

@@ -87,6 +87,27 @@ def test_tokenizer_splits_digits_before_it_merges_spaces(converted: tuple[Path, 
     assert tokenizer.decode(tokenizer.encode("ab  12").ids) == "ab  12"
 
 
+@pytest.mark.parametrize(("pre", "ignores_merges"), [("smollm", False), ("llama-bpe", True), ("gpt-4o", False)])
+def test_merges_are_ignored_where_the_file_says_so(tmp_path: Path, pre: str, ignores_merges: bool) -> None:
+    checkpoints.write_gguf(tmp_path / "x.gguf", pre=pre)
+    convert.save_tokenizer(convert.open_gguf(tmp_path / "x.gguf"), tmp_path / "x.gguf", tmp_path, 128)
+    assert json.loads((tmp_path / "tokenizer.json").read_bytes())["model"]["ignore_merges"] is ignores_merges
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", "Ġ1234", "Ġab"]),
+        ("refact", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġab"]),
+        ("qwen2", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġab"]),
+        ("llama-bpe", ["It", "'s", "Ġ", "123", "4", "Ġab"]),
+        ("gpt-4o", ["It's", "Ġ", "123", "4", "Ġab"]),
+    ],
+)
+def test_where_texts_are_cut(pre: str, pieces: list[str]) -> None:
+    assert [piece for piece, _ in convert.pre_tokenizer(pre).pre_tokenize_str("It's 1234 ab")] == pieces
+
+
 def test_a_file_without_chat_template_gives_none(tmp_path: Path) -> None:
     checkpoints.write_gguf(tmp_path / "base.gguf", template=None)
     (tmp_path / "out").mkdir()
