@@ -159,6 +159,13 @@ def test_a_model_is_a_name_a_file_or_a_folder(tmp_path: Path) -> None:
     assert shape_named("Llama-3-8B") is MODEL_SHAPES["llama-3-8b"]
 
 
+def test_a_quantized_model_takes_what_it_takes_when_it_is_loaded(tmp_path: Path) -> None:
+    """Weights are dequantized to the compute dtype."""
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
+    assert shape_named(str(tmp_path)) == dataclasses.replace(MODEL_SHAPES["llama-3-8b"], name=tmp_path.name)
+
+
 def test_a_config_of_another_architecture_is_refused_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG | {"architectures": ["MixtralForCausalLM"]}))
