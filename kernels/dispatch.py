@@ -27,9 +27,10 @@ from torch import Tensor
 from disagg.kernels import reference
 from disagg.kernels.capture import CaptureError, Capturer
 from disagg.kernels.cpu import build, calls
-from disagg.kernels.cpu.linear import NativeLinear, NativeWeight
+from disagg.kernels.cpu.linear import NativeExpertWeight, NativeLinear, NativeWeight
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
+from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, HeadSquares, Ops, Pointwise, Prefills, RopeWrite
@@ -62,7 +63,10 @@ __all__ = [
     "linear_add_rms_norm",
     "linear_gelu_tanh_mul",
     "linear_silu_mul",
+    "moe_ffn",
     "new_output",
+    "pack_experts",
+    "pack_router",
     "pack_weight",
     "packed_parts",
     "packing_name",
@@ -71,6 +75,7 @@ __all__ = [
     "plan_prefills",
     "pointwise",
     "qkv_rope_write",
+    "restored_experts",
     "restored_weight",
     "rms_norm",
     "scatter_kv",
@@ -261,6 +266,36 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
     return pack_for_onednn(weight_OI) if packed is None else packed
 
 
+def pack_experts(weight_EOI: Tensor, quantization: Quantization = "none") -> ExpertWeight:
+    """Lay the weights of a layer's experts out for `moe_ffn`; the plain weights are returned where there is no C++
+    kernel for them. `int8` rounds them as `pack_weight` does, each expert by itself.
+
+    Raises:
+        ValueError: `int8` of a weight that is not finite, or `fp8`.
+    """
+    if quantization == "fp8":
+        raise ValueError("fp8 is not supported for experts")
+    native = _choice().linear if weight_EOI.is_cpu else None
+    if quantization == "int8" and (native is None or weight_EOI.dtype != torch.bfloat16):
+        _warn_not_int8()
+        dtype, quantization = weight_EOI.dtype, "none"
+        weight_EOI = torch.stack([quantize_int8(weight_OI).dequantized(dtype) for weight_OI in weight_EOI])
+    packed = native.pack_experts(weight_EOI, quantization) if native is not None else None
+    return weight_EOI if packed is None else packed
+
+
+def pack_router(weight_EH: Tensor, experts: ExpertWeight) -> Tensor | PackedWeight:
+    """Lay the weight of a router (fp32) out for `moe_ffn` with these experts; the plain weight is returned where they
+    are plain."""
+    if isinstance(experts, Tensor):
+        return weight_EH
+    native = _choice().linear
+    assert native is not None, "it packed the experts"
+    packed = native.pack(weight_EH)
+    assert packed is not None, "the router's weight is a matrix in fp32"
+    return packed
+
+
 def packing_name(dtype: torch.dtype) -> str | None:
     """Name of the form that all weights of `dtype` on the CPU are packed in, including the library that reads it: other
     processes with the same name can use their `packed_parts`. None where oneDNN packs, whose form is its own."""
@@ -279,8 +314,10 @@ def arithmetic(dtype: torch.dtype, quantization: Quantization, device: torch.dev
     return native.arithmetic(torch.uint8 if quantization == "int8" and dtype == torch.bfloat16 else dtype)
 
 
-def packed_parts(weight: PackedWeight) -> tuple[Tensor, Tensor | None]:
+def packed_parts(weight: PackedWeight | NativeExpertWeight) -> tuple[Tensor, Tensor | None]:
     """Parts of a packed weight, where there is a `packing_name`: panels, and scales of 8-bit ones."""
+    if isinstance(weight, NativeExpertWeight):
+        return weight.packed, weight.scale_EO
     assert isinstance(weight, NativeWeight), "oneDNN's weights have no parts"
     return weight.packed, weight.scale_O
 
@@ -294,6 +331,19 @@ def restored_weight(packed: Tensor, scale_O: Tensor | None, out_features: int, i
     native = _choice().linear
     assert native is not None, "there is a packing_name"
     return native.restored(packed, scale_O, out_features, in_features)
+
+
+def restored_experts(
+    packed: Tensor, scale_EO: Tensor | None, num_experts: int, out_features: int, in_features: int
+) -> NativeExpertWeight:
+    """The reverse of `packed_parts` of experts, without a copy.
+
+    Raises:
+        ValueError: the parts are not those of weights of this size.
+    """
+    native = _choice().linear
+    assert native is not None, "there is a packing_name"
+    return native.restored_experts(packed, scale_EO, num_experts, out_features, in_features)
 
 
 def drop_packing_memory() -> None:
@@ -366,6 +416,12 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
 def gelu_tanh_mul(gate_up_T2F: Tensor) -> Tensor:
     """gelu(gate) * up with the approximation by tanh, [T, F]; gate is the first half."""
     return _first(_ops(gate_up_T2F).gelu_tanh_mul, reference.gelu_tanh_mul, gate_up_T2F)
+
+
+def moe_ffn(x_TH: Tensor, router: Router, experts: Experts, shared: Shared | None) -> Tensor:
+    """The sum of what each row's experts give, times their weights, and of what is shared, [T, H]. Weights are plain,
+    or from `pack_experts` and `pack_router`."""
+    return _first(_ops(x_TH).moe_ffn, reference.moe_ffn, x_TH, router, experts, shared)
 
 
 def argmax_rows(logits_TV: Tensor, vocab_size: int) -> Tensor:

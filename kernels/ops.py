@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from disagg.kernels.experts import Experts, Router, Shared
 from disagg.kernels.prefill_work import PrefillWork
 
 
@@ -191,6 +192,10 @@ class Ops(Protocol):
 
     def gelu_tanh_mul(self, gate_up_T2F: Tensor, /) -> Tensor | None:
         """gelu(gate) * up with the approximation by tanh, [T, F]; gate is the first half."""
+        ...
+
+    def moe_ffn(self, x_TH: Tensor, router: Router, experts: Experts, shared: Shared | None, /) -> Tensor | None:
+        """The sum of what each row's experts give, times their weights, and of what is shared, [T, H]."""
         ...
 
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int, /) -> Tensor | None:

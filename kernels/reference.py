@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.kernels import weights
+from disagg.kernels.expert_reference import moe_ffn as moe_ffn
 from disagg.kernels.ops import AttentionForm, HeadSquares, Pointwise, PrefillChunk, Prefills, RopeWrite
 
 

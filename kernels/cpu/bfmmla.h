@@ -81,32 +81,43 @@ inline void panel_by_bfmmla(const Linear& args, const RowPairs& x, int64_t colum
         }
 }
 
+inline int64_t num_groups(int64_t depth) { return (depth + QUAD - 1) / QUAD; }
+
+// Row r of those that begin at `rows`, zeros behind its last input. Where the number of rows is odd the last pair has half a row
+// of anything, which is in no output that is kept.
+inline void put_row_of_pair(const bf16* x, int64_t depth, bf16* rows, int64_t r) {
+    const int64_t groups = num_groups(depth);
+    bf16* out = rows + (r / 2 * groups * 2 + r % 2) * QUAD;
+    for (int64_t group = 0; group < groups; ++group, out += 2 * QUAD) {
+        const int64_t count = std::min(QUAD, depth - group * QUAD);
+        std::fill(std::copy_n(x + group * QUAD, count, out), out + QUAD, bf16{0});
+    }
+}
+
+// The panels from `first` to `end`.
+inline void panels_by_bfmmla(const Linear& args, const RowPairs& x, int64_t first, int64_t end) {
+    const auto* packed = static_cast<const bf16*>(args.packed);
+    for (int64_t p = first; p < end; ++p) panel_by_bfmmla(args, x, p * COLUMNS, packed + p * args.panel_size());
+}
+
 inline void multiply_by_bfmmla(const Linear& args) {
     static thread_local std::vector<bf16> memory;
-    const int64_t num_groups = (args.depth + QUAD - 1) / QUAD, input_pairs = (args.depth + 1) / 2;
-    const auto* packed = static_cast<const bf16*>(args.packed);
+    const int64_t groups = num_groups(args.depth);
     Linear block = args;
     for (int64_t first = 0; first < args.num_rows; first += COPIED_ROWS) {
         block.num_rows = std::min(COPIED_ROWS, args.num_rows - first);
         block.out = static_cast<bf16*>(args.out) + first * args.num_columns;
-        const int64_t pairs = (block.num_rows + 1) / 2;
-        bf16* copies = at_least(memory, pairs * num_groups * 2 * QUAD);
+        bf16* copies = at_least(memory, (block.num_rows + 1) / 2 * groups * 2 * QUAD);
         const auto copy = [&](int64_t r) {
-            bf16* out = copies + (r / 2 * num_groups * 2 + r % 2) * QUAD;
-            const bf16* x = r < block.num_rows ? static_cast<const bf16*>(args.x) + (first + r) * args.x_stride : nullptr;
-            for (int64_t group = 0; group < num_groups; ++group, out += 2 * QUAD) {
-                const int64_t count = x ? std::min(QUAD, args.depth - group * QUAD) : 0;
-                std::fill(std::copy_n(x ? x + group * QUAD : out, count, out), out + QUAD, bf16{0});
-            }
+            put_row_of_pair(static_cast<const bf16*>(args.x) + (first + r) * args.x_stride, args.depth, copies, r);
         };
         if (block.num_rows * args.depth < MIN_PARALLEL_NUMBERS)
-            for (int64_t r = 0; r < 2 * pairs; ++r) copy(r);
+            for (int64_t r = 0; r < block.num_rows; ++r) copy(r);
         else
-            parallel_for(2 * pairs, copy);
-        const RowPairs x{copies, num_groups, input_pairs};
-        parallel_for_dynamic(args.num_panels(), PANELS_A_RUN, [&](int64_t p, int64_t end) {
-            for (; p < end; ++p) panel_by_bfmmla(block, x, p * COLUMNS, packed + p * args.panel_size());
-        });
+            parallel_for(block.num_rows, copy);
+        const RowPairs x{copies, groups, (args.depth + 1) / 2};
+        parallel_for_dynamic(args.num_panels(), PANELS_A_RUN,
+                             [&](int64_t p, int64_t end) { panels_by_bfmmla(block, x, p, end); });
     }
 }
 

@@ -198,11 +198,24 @@ void widen_row(const T* x, int64_t depth, float* out, int64_t stride) {
     for (; i < stride; i += LANES) store(out + i, i < depth ? load(x + i, static_cast<int>(depth - i)) : splat(0.0f));
 }
 
+// Numbers from one widened row to the next, an odd number of lines: rows a multiple of `CACHE_WAY` apart would share few places of
+// a cache.
+inline int64_t wide_stride(int64_t depth) {
+    const int64_t lines = (depth + LANES - 1) / LANES;
+    return (lines + 1 - lines % 2) * LANES;
+}
+
+// The panels from `first` to `end`.
+template <class T, class Source>
+void panels_by_fma(const Linear& args, const WideRows& x, int64_t first, int64_t end) {
+    const auto* packed = static_cast<const typename Source::Number*>(args.packed);
+    for (int64_t p = first; p < end; ++p) panel_by_fma<T, Source>(args, x, p * COLUMNS, packed + p * args.panel_size());
+}
+
 template <class T, class Source>
 void multiply_by_fma(const Linear& args) {
     static thread_local std::vector<vf> memory;
-    const int64_t lines = (args.depth + LANES - 1) / LANES, stride = (lines + 1 - lines % 2) * LANES;  // see `is_crowded`
-    const auto* packed = static_cast<const typename Source::Number*>(args.packed);
+    const int64_t stride = wide_stride(args.depth);
     Linear block = args;
     for (int64_t first = 0; first < args.num_rows; first += COPIED_ROWS) {
         block.num_rows = std::min(COPIED_ROWS, args.num_rows - first);
@@ -216,9 +229,8 @@ void multiply_by_fma(const Linear& args) {
         else
             parallel_for(block.num_rows, widen);
         const WideRows x{wide, stride, (args.depth + 1) / 2};
-        parallel_for_dynamic(args.num_panels(), PANELS_A_RUN, [&](int64_t p, int64_t end) {
-            for (; p < end; ++p) panel_by_fma<T, Source>(block, x, p * COLUMNS, packed + p * args.panel_size());
-        });
+        parallel_for_dynamic(args.num_panels(), PANELS_A_RUN,
+                             [&](int64_t p, int64_t end) { panels_by_fma<T, Source>(block, x, p, end); });
     }
 }
 

@@ -21,6 +21,7 @@
 #include "calls.h"
 #include "elementwise.h"
 #include "fma.h"
+#include "linear.h"
 #include "pairs.h"
 #include "scratch.h"
 #include "thread_pool.h"
@@ -34,18 +35,31 @@ namespace {
 constexpr int64_t CACHE_WAY = 4096;
 constexpr int64_t CROWD = 8;
 
+// Whether weights of this kind are multiplied as pairs of bf16, by matrix tiles or not.
+constexpr bool are_pairs([[maybe_unused]] Weights weights) {
+#if defined(DISAGG_INT8_PAIRS)
+    return weights != Weights::FP32;
+#elif defined(__AVX512BF16__)
+    return weights == Weights::BF16;
+#else
+    return false;
+#endif
+}
+
 #ifdef __AVX512BF16__
 
-void panels_in_runs(const Linear& args) {
-    parallel_for_dynamic(args.num_panels(), PANELS_A_RUN, [&](int64_t first, int64_t end) {
+void panels_of_pairs(const Linear& args, int64_t first, int64_t end) {
 #ifdef __AMX_BF16__
-        if (tiles_are_usable()) return panels_by_tiles(args, first, end);
+    if (tiles_are_usable()) return panels_by_tiles(args, first, end);
 #endif
 #ifdef DISAGG_INT8_PAIRS
-        if (args.weights == Weights::INT8) return panels_by_pairs<int8_t>(args, first, end, panel_of_int8);
+    if (args.weights == Weights::INT8) return panels_by_pairs<int8_t>(args, first, end, panel_of_int8);
 #endif
-        panels_by_pairs<bf16>(args, first, end, panel_of_bf16);
-    });
+    panels_by_pairs<bf16>(args, first, end, panel_of_bf16);
+}
+
+void panels_in_runs(const Linear& args) {
+    parallel_for_dynamic(args.num_panels(), PANELS_A_RUN, [&](int64_t first, int64_t end) { panels_of_pairs(args, first, end); });
 }
 
 bool is_crowded(const Linear& args) {
@@ -71,34 +85,77 @@ void spread(const Linear& args) {
     }
 }
 
-void linear_of_pairs(const Linear& args) { is_crowded(args) ? spread(args) : panels_in_runs(args); }
+// Rows laid out are as they are, a line further apart where they would crowd a cache.
+struct Pairs {
+    static constexpr int64_t ALIGNMENT = 1;
+
+    static int64_t stride(int64_t depth) {
+        constexpr int64_t LINE_NUMBERS = LINE / sizeof(bf16), WAY = CACHE_WAY / sizeof(bf16);
+        const int64_t whole = (depth + LINE_NUMBERS - 1) / LINE_NUMBERS * LINE_NUMBERS;
+        return whole % WAY == 0 ? whole + LINE_NUMBERS : whole;
+    }
+    static int64_t row_bytes(int64_t depth) { return stride(depth) * static_cast<int64_t>(sizeof(bf16)); }
+    static void lay_out(const void* x, int64_t depth, void* rows, int64_t r) {
+        std::copy_n(static_cast<const bf16*>(x), depth, static_cast<bf16*>(rows) + r * stride(depth));
+    }
+    static void multiply(const Linear& args) { is_crowded(args) ? spread(args) : panels_in_runs(args); }
+    static void panels(const Linear& args, int64_t first, int64_t end) {
+        Linear laid_out = args;
+        laid_out.x_stride = stride(args.depth);
+        panels_of_pairs(laid_out, first, end);
+    }
+};
 
 #endif
 
-// Whether weights of this kind are multiplied as pairs of bf16, by matrix tiles or not.
-constexpr bool are_pairs([[maybe_unused]] Weights weights) {
-#if defined(DISAGG_INT8_PAIRS)
-    return weights != Weights::FP32;
-#elif defined(__AVX512BF16__)
-    return weights == Weights::BF16;
-#else
-    return false;
-#endif
-}
+#ifdef DISAGG_BFMMLA
 
-void linear(const Linear& args) {
+struct RowsOfBfmmla {
+    static constexpr int64_t ALIGNMENT = 2;
+
+    static int64_t row_bytes(int64_t depth) { return num_groups(depth) * QUAD * static_cast<int64_t>(sizeof(bf16)); }
+    static void lay_out(const void* x, int64_t depth, void* rows, int64_t r) {
+        put_row_of_pair(static_cast<const bf16*>(x), depth, static_cast<bf16*>(rows), r);
+    }
+    static void multiply(const Linear& args) { multiply_by_bfmmla(args); }
+    static void panels(const Linear& args, int64_t first, int64_t end) {
+        const RowPairs x{static_cast<const bf16*>(args.x), num_groups(args.depth), (args.depth + 1) / 2};
+        panels_by_bfmmla(args, x, first, end);
+    }
+};
+
+#endif
+
+template <class T, class Source>
+struct MultiplyAdds {
+    static constexpr int64_t ALIGNMENT = 1;
+
+    static int64_t row_bytes(int64_t depth) { return wide_stride(depth) * static_cast<int64_t>(sizeof(float)); }
+    static void lay_out(const void* x, int64_t depth, void* rows, int64_t r) {
+        const int64_t stride = wide_stride(depth);
+        widen_row(static_cast<const T*>(x), depth, static_cast<float*>(rows) + r * stride, stride);
+    }
+    static void multiply(const Linear& args) { multiply_by_fma<T, Source>(args); }
+    static void panels(const Linear& args, int64_t first, int64_t end) {
+        panels_by_fma<T, Source>(args, {static_cast<const float*>(args.x), wide_stride(args.depth), (args.depth + 1) / 2}, first, end);
+    }
+};
+
+// `body` with the way in which weights of this kind are multiplied.
+template <class Body>
+auto with_way(Weights weights, Body body) {
 #ifdef __AVX512BF16__
-    if (are_pairs(args.weights)) return linear_of_pairs(args);
+    if (are_pairs(weights)) return body(Pairs{});
 #endif
 #ifdef DISAGG_BFMMLA
-    if (args.weights == Weights::BF16) return multiply_by_bfmmla(args);
+    if (weights == Weights::BF16) return body(RowsOfBfmmla{});
 #else
     if constexpr (!are_pairs(Weights::BF16))
-        if (args.weights == Weights::BF16) return multiply_by_fma<bf16, Bf16Inputs>(args);
+        if (weights == Weights::BF16) return body(MultiplyAdds<bf16, Bf16Inputs>{});
 #endif
     if constexpr (!are_pairs(Weights::INT8))
-        if (args.weights == Weights::INT8) return multiply_by_fma<bf16, Int8Inputs>(args);
-    multiply_by_fma<float, Fp32Inputs>(args);
+        if (weights == Weights::INT8) return body(MultiplyAdds<bf16, Int8Inputs>{});
+    return body(MultiplyAdds<float, Fp32Inputs>{});
 }
 
 // `body` with a null pointer to the type of rows and outputs.
@@ -123,6 +180,27 @@ struct LinearAddRmsNorm {
 };
 
 }  // namespace
+
+void linear(const Linear& args) {
+    with_way(args.weights, [&](auto way) { way.multiply(args); });
+}
+
+int64_t row_bytes(Weights weights, int64_t depth) {
+    return with_way(weights, [=](auto way) { return way.row_bytes(depth); });
+}
+
+int64_t row_alignment(Weights weights) {
+    return with_way(weights, [](auto way) { return way.ALIGNMENT; });
+}
+
+void lay_out_row(Weights weights, const void* x, int64_t depth, void* rows, int64_t r) {
+    with_way(weights, [=](auto way) { way.lay_out(x, depth, rows, r); });
+}
+
+void multiply_laid_out(const Linear& args, int64_t first, int64_t end) {
+    with_way(args.weights, [&](auto way) { way.panels(args, first, end); });
+}
+
 }  // namespace disagg
 
 extern "C" {

@@ -22,13 +22,13 @@ from torch import Tensor
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.memory import HugePages, copy_pairs
 from disagg.kernels.linear import PackedWeight
-from disagg.kernels.quantize import Int8Weight
+from disagg.kernels.quantize import Int8Weight, Quantization, quantize_int8
 
 COLUMNS = 32
 _PRODUCT = "iPqqPPqqPP"
 _PACKING = 2
 """Version of the order within packed weights, to be increased when it changes."""
-_KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
+KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
 """Dtype of packed weights -> its number in the library's calls; int8 weights are bytes."""
 _GROUP = 4
 """Columns of a vector whose int8 pairs stand together; see `panels.h`."""
@@ -58,7 +58,7 @@ class NativeLinear:
     def arithmetic(self, weights: torch.dtype) -> str:
         """Name of the arithmetic of models whose weights are packed as bfloat16, uint8 (int8 weights) or float32:
         results of the same arithmetic have the same bits."""
-        name: bytes = self._arithmetic(_KINDS[weights])
+        name: bytes = self._arithmetic(KINDS[weights])
         return name.decode()
 
     def pack(self, weight_OI: Tensor) -> NativeWeight | None:
@@ -66,24 +66,48 @@ class NativeLinear:
         if not weight_OI.is_cpu or weight_OI.dim() != 2 or weight_OI.dtype not in (torch.bfloat16, torch.float32):
             return None
         O, I = weight_OI.shape  # noqa: E741 - the shape letters of the name
-        panels = _panels(weight_OI.detach())
-        panels = panels.transpose(1, 2) if weight_OI.dtype == torch.bfloat16 else panels.permute(0, 2, 3, 1)
-        return NativeWeight(self, self._kept(panels), None, O, I)
+        return NativeWeight(self, self._kept(_ordered(weight_OI.detach())), None, O, I)
 
     def pack_int8(self, weight: Int8Weight) -> NativeWeight | None:
         """Pack an int8 weight for GEMMs with bf16 rows; None for one that is not on the CPU."""
         if not weight.quantized_OI.is_cpu:
             return None
         O, I = weight.quantized_OI.shape  # noqa: E741
-        scale_O = weight.scale_O.contiguous()
+        packed = self._kept(self._ordered_int8(weight.quantized_OI))
+        return NativeWeight(self, packed, weight.scale_O.contiguous(), O, I)
+
+    def pack_experts(self, weight_EOI: Tensor, quantization: Quantization = "none") -> NativeExpertWeight | None:
+        """Pack the weights of all experts one behind the other, with `int8` in 8 bits where they are bf16; None for
+        what is not on the CPU, of bf16 or fp32.
+
+        Raises:
+            ValueError: `int8` of a weight that is not finite.
+        """
+        if not weight_EOI.is_cpu or weight_EOI.dim() != 3 or weight_EOI.dtype not in (torch.bfloat16, torch.float32):
+            return None
+        E, O, I = weight_EOI.shape  # noqa: E741
+        is_int8 = quantization == "int8" and weight_EOI.dtype == torch.bfloat16
+        shape = (E, -(-O // COLUMNS), -(-I // 2), 2 * COLUMNS)
+        packed = self._memory.new(shape, torch.uint8 if is_int8 else weight_EOI.dtype)
+        scale_EO = torch.empty((E, O), dtype=torch.float32) if is_int8 else None
+        for expert, weight_OI in enumerate(weight_EOI.detach()):
+            if scale_EO is None:
+                panels = _ordered(weight_OI)
+            else:
+                quantized = quantize_int8(weight_OI)
+                scale_EO[expert] = quantized.scale_O
+                panels = self._ordered_int8(quantized.quantized_OI)
+            copy_pairs(packed[expert].view(panels.shape), panels)
+        return NativeExpertWeight(packed, scale_EO, O, I)
+
+    def _ordered_int8(self, quantized_OI: Tensor) -> Tensor:
+        """The numbers of an int8 weight as bytes, in the order in which they are packed."""
         if not self._int8_pairs:
-            panels = _panels(weight.quantized_OI.view(torch.uint8))
-            return NativeWeight(self, self._kept(panels.permute(0, 2, 3, 1)), scale_O, O, I)
-        sign_OI = weight.quantized_OI.view(torch.uint8) & 0x80
-        panels = _panels(weight.quantized_OI.abs().view(torch.uint8) | sign_OI)
+            return _panels(quantized_OI.view(torch.uint8)).permute(0, 2, 3, 1)
+        sign_OI = quantized_OI.view(torch.uint8) & 0x80
+        panels = _panels(quantized_OI.abs().view(torch.uint8) | sign_OI)
         split = panels.view(panels.shape[0], 2, COLUMNS // 2 // _GROUP, _GROUP, panels.shape[2], 2)
-        packed = self._kept(split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2))
-        return NativeWeight(self, packed, scale_O, O, I)
+        return split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2)
 
     def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:
         """Make a weight from the tensors of a packed weight with the same `packing`; they are kept, not copied.
@@ -91,15 +115,15 @@ class NativeLinear:
         Raises:
             ValueError: they are not those of a weight of this size.
         """
-        shape = (-(-out_features // COLUMNS), -(-in_features // 2), 2 * COLUMNS)
-        dtypes = (torch.bfloat16, torch.float32) if scale_O is None else (torch.uint8,)
-        scales = (torch.float32, (out_features,))
-        if packed.dtype not in dtypes or packed.shape != shape or not packed.is_contiguous():
-            wanted = " or ".join(map(str, dtypes))
-            raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {wanted} {list(shape)}")
-        if scale_O is not None and (scale_O.dtype, scale_O.shape) != scales:
-            raise ValueError(f"scales are {scale_O.dtype} {list(scale_O.shape)}, not {out_features} float32")
+        _check_packed(packed, scale_O, (), out_features, in_features)
         return NativeWeight(self, packed, scale_O, out_features, in_features)
+
+    def restored_experts(
+        self, packed: Tensor, scale_EO: Tensor | None, num_experts: int, out_features: int, in_features: int
+    ) -> NativeExpertWeight:
+        """The same for the weights of a layer's experts. Raises as `restored` does."""
+        _check_packed(packed, scale_EO, (num_experts,), out_features, in_features)
+        return NativeExpertWeight(packed, scale_EO, out_features, in_features)
 
     def drop_rest(self) -> None:
         """Let the rest of the newest chunk go back to the system together with the weights that were packed so far."""
@@ -111,10 +135,47 @@ class NativeLinear:
         return packed
 
 
+def _check_packed(
+    packed: Tensor, scale: Tensor | None, experts: tuple[int, ...], out_features: int, in_features: int
+) -> None:
+    """That these are the parts of a packed weight of this size, or of the weights of so many experts. Raises
+    `ValueError`."""
+    shape = (*experts, -(-out_features // COLUMNS), -(-in_features // 2), 2 * COLUMNS)
+    dtypes = (torch.bfloat16, torch.float32) if scale is None else (torch.uint8,)
+    if packed.dtype not in dtypes or packed.shape != shape or not packed.is_contiguous():
+        wanted = " or ".join(map(str, dtypes))
+        raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {wanted} {list(shape)}")
+    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (*experts, out_features)):
+        raise ValueError(f"scales are {scale.dtype} {list(scale.shape)}, not {out_features} float32")
+
+
+def _ordered(weight_OI: Tensor) -> Tensor:
+    """The numbers of a bf16 or fp32 weight in the order in which they are packed."""
+    panels = _panels(weight_OI)
+    return panels.transpose(1, 2) if weight_OI.dtype == torch.bfloat16 else panels.permute(0, 2, 3, 1)
+
+
 def _panels(weight_OI: Tensor) -> Tensor:
     """[N / 32, 32, K / 2, 2], padded with zeros."""
     padded = F.pad(weight_OI, (0, weight_OI.shape[1] % 2, 0, -weight_OI.shape[0] % COLUMNS))
     return padded.view(padded.shape[0] // COLUMNS, COLUMNS, padded.shape[1] // 2, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeExpertWeight:
+    """Packed weights of all experts of a layer, which `kernels/cpu/experts.py` reads."""
+
+    packed: Tensor
+    """Panels of each expert, [E, N / 32, K / 2, 64]."""
+    scale_EO: Tensor | None
+    """Scales of int8 weights, float32; None for others."""
+    out_features: int
+    in_features: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of rows, biases and results."""
+        return torch.float32 if self.packed.dtype == torch.float32 else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +249,7 @@ class NativeWeight(PackedWeight):
     def _operands(self, x_TI: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> tuple[int, ...]:
         """The arguments that all functions begin with. They point into the tensors, which the caller keeps."""
         return (
-            _KINDS[self.packed.dtype], x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
+            KINDS[self.packed.dtype], x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
             0 if self.scale_O is None else self.scale_O.data_ptr(), self.out_features, self.in_features,
             0 if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(),
         )  # fmt: skip

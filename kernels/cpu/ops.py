@@ -19,6 +19,9 @@ from typing_extensions import override
 
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
+from disagg.kernels.cpu.experts import MoeFfn
+from disagg.kernels.cpu.linear import NativeExpertWeight
+from disagg.kernels.experts import Experts, Router, Shared
 from disagg.kernels.ops import (
     AttentionForm,
     HeadSquares,
@@ -115,6 +118,7 @@ class NativeOps(Ops):
         self._add = Kernel(short, "disagg_add", "iPqPqPqq")
         self._pointwise = Kernel(short, "disagg_pointwise", "iPqPqqif")
         self._head_squares = Kernel(short, "disagg_head_squares", "iPqqqqP")
+        self._moe_ffn = MoeFfn(long)
         self._argmax = Kernel(short, "disagg_argmax", "iPqqqP")
         self._draw = Kernel(long, "disagg_draw", "iPqqqPPP")
         self._qkv_rope_write = Kernel(
@@ -222,6 +226,13 @@ class NativeOps(Ops):
         out = new_output((T, size), gate_up_T2F.dtype)
         kernel(is_bf16, gate_up_T2F.data_ptr(), stride[0], out.data_ptr(), T, size)
         return out
+
+    @override
+    def moe_ffn(self, x_TH: Tensor, router: Router, experts: Experts, shared: Shared | None) -> Tensor | None:
+        """Takes packed weights. ValueError for what does not fit them."""
+        if not isinstance(experts.gate_up_L2IH, NativeExpertWeight):
+            return None
+        return self._moe_ffn(x_TH, router, experts, shared)
 
     @override
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:

@@ -5,7 +5,7 @@ read.
 
 No method reads anything from the device, so a step made of them can be captured in a CUDA graph. Tensors are those of
 the current CUDA device; under `TRITON_INTERPRET=1`, which is for tests, they are on the CPU. The linear layers are
-torch's (cuBLAS): no kernel here multiplies matrices but attention.
+torch's (cuBLAS): no kernel here multiplies matrices but attention and experts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from disagg.kernels.experts import Experts, Router, Shared
 from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, HeadSquares, Ops, Pointwise, Prefills, RopeWrite
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
-from disagg.kernels.triton import argmax, attention, copy, embed, norm, pointwise, rope_write, sampling, silu
+from disagg.kernels.triton import argmax, attention, copy, embed, experts, norm, pointwise, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -85,6 +86,16 @@ class TritonOps(Ops):
         if _are_rows(x_TH) and _runs(x_TH) and _are_floats(x_TH):
             return pointwise.pointwise(x_TH, function, number)
         return None
+
+    @override
+    def moe_ffn(self, x_TH: Tensor, router: Router, layer: Experts, shared: Shared | None) -> Tensor | None:
+        """Takes plain weights of the rows' dtype, and a router in fp32."""
+        weights = (router.weight_EH, layer.gate_up_L2IH, layer.down_LHI)
+        if not all(isinstance(weight, Tensor) and weight.is_contiguous() for weight in weights):
+            return None
+        router_EH, gate_up, down = (weight for weight in weights if isinstance(weight, Tensor))
+        fits = _are_rows(x_TH) and _are_floats(x_TH, gate_up, down) and router_EH.dtype == torch.float32
+        return experts.moe_ffn(x_TH, router, layer, shared) if fits and _runs(x_TH, gate_up, down, router_EH) else None
 
     @override
     def argmax_rows(self, logits_TV: Tensor, vocab_size: int) -> Tensor | None:

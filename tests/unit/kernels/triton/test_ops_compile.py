@@ -51,9 +51,9 @@ def case(
     module: str, kernel: str, arguments: str, warps: int, types: dict[str, str] | None = None, **constants: int
 ) -> Case:
     """With the arguments that are no constants by name."""
-    found = {name: TYPES.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in arguments.split()} | (
-        types or {}
-    )
+    names = arguments.split()
+    found = {name: TYPES.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+    found |= {name: kind for name, kind in (types or {}).items() if name in names}
     return Case(
         module=f"disagg.kernels.triton.{module}", kernel=kernel, types=found, constants={**constants}, num_warps=warps
     )
@@ -94,6 +94,21 @@ def copy_case(word: str, row: int, columns: int, gather: int) -> Case:
     return case("copy", "_copy_kernel", arguments, 4, {"cache_ptr": word, "flat_ptr": word}, **sizes)
 
 
+EXPERT_TYPES = {
+    **dict.fromkeys(("logits_ptr", "choice_bias_ptr", "weights_ptr", "shared_weights_ptr"), "*fp32"),
+    **dict.fromkeys(("ids_ptr", "places_ptr", "sources_ptr", "offsets_ptr"), "*i32"),
+    **dict.fromkeys(("scale", "alpha", "limit"), "fp32"),
+    "counts_ptr": "*i64",
+}
+
+
+def product_case(rows: int, gather: int) -> Case:
+    arguments = "x_ptr weight_ptr bias_ptr out_ptr sources_ptr offsets_ptr x_stride num_columns depth num_local"
+    types = {"sources_ptr": "*i32", "offsets_ptr": "*i32", "num_columns": "i32:16", "depth": "i32:16"}
+    sizes = {"TOP_K": 8, "GATHER": gather, "HAS_BIAS": 1, "EXPERTS": 128, "ROWS": rows, "COLUMNS": 64, "DEPTH": 64}
+    return case("experts", "_product_kernel", arguments, 4, types, **sizes)
+
+
 CASES = [
     case("norm", "_rms_norm_kernel", "x_ptr weight_ptr out_ptr num_rows heads token_stride head_stride eps", 8,
          SIZE=4096, ROWS=1, BLOCK=4096, PLUS_ONE=0),
@@ -129,6 +144,16 @@ CASES = [
     copy_case("*u8", 10, 16, 1),
     case("copy", "_digest_kernel", "words_ptr sums_ptr num_words seed", 4,
          {"words_ptr": "*i64", "sums_ptr": "*i64", "seed": "i64"}, BLOCK=1024),
+    case("experts", "_route_kernel", "logits_ptr choice_bias_ptr ids_ptr weights_ptr scale", 4, EXPERT_TYPES,
+         EXPERTS=256, TOP_K=8, SCORE=2, GROUPS=8, TOP_GROUPS=4, TWO_LARGEST=1, RENORMALIZE=1, HAS_BIAS=1,
+         GROUPS_BLOCK=8, MEMBERS_BLOCK=32),
+    case("experts", "_place_kernel", "ids_ptr places_ptr sources_ptr offsets_ptr counts_ptr num_slots first_expert "
+         "num_local", 4, EXPERT_TYPES, HAS_COUNTS=1, SLOTS=1024),
+    product_case(16, 1), product_case(64, 0),
+    case("experts", "_gate_kernel", "gate_up_ptr out_ptr offsets_ptr num_local features alpha limit", 4, EXPERT_TYPES,
+         GATE=2, BLOCK=1024),
+    case("experts", "_combine_kernel", "results_ptr places_ptr weights_ptr shared_ptr shared_weights_ptr out_ptr "
+         "hidden", 4, EXPERT_TYPES, TOP_K=8, HAS_SHARED=1, HAS_SHARED_WEIGHTS=1, BLOCK=1024),
 ]  # fmt: skip
 
 
