@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.engine.step_limit import dense_features
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.kernels import dispatch, reference
 from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills, RopeWrite
@@ -50,8 +51,8 @@ def makers(model: ModelConfig) -> Iterator[Maker]:
     shapes = {
         "qkv": (model.hidden_size, query + 2 * kv),
         "o": (query, model.hidden_size),
-        "gate_up": (model.hidden_size, 2 * model.layers[0].ffn.intermediate_size),
-        "down": (model.layers[0].ffn.intermediate_size, model.hidden_size),
+        "gate_up": (model.hidden_size, 2 * dense_features(model)),
+        "down": (dense_features(model), model.hidden_size),
         "head": (model.hidden_size, model.vocab_size),
     }
     for name, (inputs, outputs) in shapes.items():
@@ -171,10 +172,10 @@ def norm(model: ModelConfig, rows: int) -> Case:
 
 def activation(model: ModelConfig, rows: int) -> Case:
     """silu(gate) * up."""
-    x = _random(rows, 2 * model.layers[0].ffn.intermediate_size)
+    x = _random(rows, 2 * dense_features(model))
     return _short(
         "silu_mul",
-        f"[{rows}, {2 * model.layers[0].ffn.intermediate_size}]",
+        f"[{rows}, {2 * dense_features(model)}]",
         lambda _: dispatch.silu_mul(x),
         lambda _: reference.silu_mul(x),
     )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.engine.ceilings import Ceilings
-from disagg.engine.checkpoint.model_config import ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ModelConfig
 
 KV_ELEMENT_BYTES = 2
 """bf16."""
@@ -64,10 +64,17 @@ def overlapped_limit_s(works: Sequence[Work], ceilings: Ceilings) -> float:
     return total.least_s(ceilings)
 
 
+def dense_features(model: ModelConfig) -> int:
+    """Features of the MLP of a model without experts."""
+    ffn = model.layers[0].ffn
+    assert isinstance(ffn, DenseConfig), "a model without experts"
+    return ffn.intermediate_size
+
+
 def layer_weights(model: ModelConfig) -> int:
     """Numbers in the matrices of one layer."""
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return model.hidden_size * (2 * query + 2 * kv + 3 * model.layers[0].ffn.intermediate_size)
+    return model.hidden_size * (2 * query + 2 * kv + 3 * dense_features(model))
 
 
 def _works(

@@ -36,7 +36,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import loaded_weights, model_runner
-from disagg.engine.runner.model.parameters import ModelParameters, allocate_parameters
+from disagg.engine.runner.model.parameters import DenseParameters, ModelParameters, allocate_parameters
 from disagg.engine.runner.model_runner import TorchModelRunner
 
 DECODE_TARGET = 0.80
@@ -121,6 +121,7 @@ def random_parameters(
         for norm_H in (layer.input_norm_H, layer.ffn_norm_H):
             assert norm_H is not None, "a model of the Llama family"
             norm_H.fill_(1.0)
+        assert isinstance(layer.ffn, DenseParameters), "a model without experts"
         weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
     for weight in weights:
         weight.normal_(0.0, weight.shape[1] ** -0.5)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
+from disagg.engine.runner.model.parameters import DenseParameters, LayerParameters, ModelParameters
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.model_runner import TorchModelRunner
 
@@ -25,6 +25,7 @@ def is_plain(parameters: ModelParameters) -> bool:
     """Whether torch's own ops take all weights, which those of a CPU are packed for."""
     weights: list[Any] = [parameters.lm_head_VH]
     for layer in parameters.layers:
+        assert isinstance(layer.ffn, DenseParameters), "a model without experts"
         weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
     return all(isinstance(weight, Tensor) for weight in weights)
 
@@ -58,6 +59,7 @@ class PlainStep:
         x_SH = F.embedding(self._ids_S, parameters.embedding_VH)
         for layer, (keys_SKTD, values_SKTD) in zip(parameters.layers, self._kv, strict=True):
             x_SH = x_SH + self._attended(layer, self._norm(x_SH, layer.input_norm_H), keys_SKTD, values_SKTD)
+            assert isinstance(layer.ffn, DenseParameters), "a model without experts"
             gate_SI, up_SI = F.linear(self._norm(x_SH, layer.ffn_norm_H), layer.ffn.gate_up_weight_2IH).chunk(2, dim=-1)  # type: ignore[arg-type]
             x_SH = x_SH + F.linear(F.silu(gate_SI) * up_SI, layer.ffn.down_weight_HI)  # type: ignore[arg-type]
         logits_SV = F.linear(self._norm(x_SH, parameters.final_norm_H), parameters.lm_head_VH)  # type: ignore[arg-type]

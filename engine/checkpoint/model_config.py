@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagg.engine.checkpoint.formats.quantization import WeightFormat
+from disagg.kernels.routing import SILU, GatedActivation, Routing
 
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -81,7 +82,40 @@ class DenseConfig:
     bias: bool = False
 
 
-FfnConfig = DenseConfig
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Feed-forward network of experts, of which each token takes a few, and perhaps of one more that all tokens take.
+
+    Ranks that share the model have a part of each expert's features, or with `whole_experts` some of the experts
+    (expert parallelism); a rank's own configuration says which.
+    """
+
+    routing: Routing
+    intermediate_size: int
+    """Features of each expert."""
+    activation: GatedActivation = SILU
+    bias: bool = False
+    """The experts' linear layers have biases."""
+    router_bias: bool = False
+    choice_bias: bool = False
+    """The router has a bias that counts in the choice only."""
+    shared_size: int = 0
+    """Features of what all tokens take; 0 for nothing."""
+    shared_gate: bool = False
+    """What all tokens take has a gate: sigmoid of a product with the token."""
+    whole_experts: bool = False
+    first_expert: int = 0
+    num_held: int | None = None
+    """Experts that are held, from `first_expert` on; None for all."""
+
+    @property
+    def held(self) -> range:
+        """The experts that are held."""
+        count = self.routing.num_experts if self.num_held is None else self.num_held
+        return range(self.first_expert, self.first_expert + count)
+
+
+FfnConfig = DenseConfig | ExpertsConfig
 """Feed-forward network of one layer."""
 
 NormPlaces = Literal["before", "after", "both"]
@@ -125,6 +159,8 @@ class ModelConfig:
     """Logits are `logits_soft_cap * tanh(logit / logits_soft_cap)`."""
     tied_embeddings: bool
     """The LM head is the embedding matrix."""
+    num_extra_layers: int = 0
+    """Layers behind the last one that the checkpoint has for predicting further tokens, which are not read."""
     eos_token_ids: tuple[int, ...]
     weight_format: WeightFormat | None = None
     """Format of quantized weights, which are dequantized when they are read; None where there are none."""

@@ -19,6 +19,7 @@ def read_rope(
     default_theta: float = DEFAULT_ROPE_THETA,
     *,
     is_partial: bool = False,
+    default_share: float = 1.0,
     query_beta: bool = False,
     aliases: Mapping[str, str] | None = None,
     original_positions: int | None = None,
@@ -27,6 +28,7 @@ def read_rope(
 
     Args:
         is_partial, query_beta: whether the family has rope of a part of the head, and a scale of q by its position.
+        default_share: the family's default of that part.
         aliases: the family's other names of kinds.
         original_positions: the family's default of `original_max_position_embeddings`.
 
@@ -43,6 +45,7 @@ def read_rope(
     if original_positions is not None or fields.has("original_max_position_embeddings"):
         original = fields.integer("original_max_position_embeddings", original_positions)
         parameters = {**parameters, "original_max_position_embeddings": original}
+    parameters = {"partial_rotary_factor": default_share, **parameters}
     for name in ("rope_type", "type"):
         if aliases and parameters.get(name) in aliases:
             parameters = {**parameters, name: aliases[parameters[name]]}

@@ -34,7 +34,7 @@ from disagg.engine.runner.model.parameters import (
     ModelParameters,
     allocate_parameters,
 )
-from disagg.kernels.dispatch import drop_packing_memory, packed_parts, packing_name, restored_weight
+from disagg.kernels.dispatch import drop_packing_memory, packed_parts, packing_name, restored_experts, restored_weight
 
 logger = logging.getLogger(__name__)
 
@@ -193,9 +193,8 @@ def _filled(model: ModelConfig, dtype: torch.dtype, tensors: Mapping[str, Tensor
         if wanted is None:
             continue
         if (packed := tensors.get(f"{name}.packed")) is not None:
-            out_features, in_features = wanted.shape
-            scale_O = tensors.get(f"{name}.scale")
-            setattr(holder, attribute, restored_weight(packed, scale_O, out_features, in_features))
+            restored = restored_weight if wanted.dim() == 2 else restored_experts
+            setattr(holder, attribute, restored(packed, tensors.get(f"{name}.scale"), *wanted.shape))
             continue
         tensor = tensors.get(name)
         if tensor is None or tensor.dtype != wanted.dtype or tensor.shape != wanted.shape:

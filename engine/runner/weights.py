@@ -27,10 +27,11 @@ from disagg.engine.checkpoint.families.registry import family_of
 from disagg.engine.checkpoint.formats.gptq import Gptq
 from disagg.engine.checkpoint.formats.reader import TensorReader
 from disagg.engine.checkpoint.formats.stored import Entries, StoredTensor, check_type, stored_tensors
-from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, LayerConfig, ModelConfig
 from disagg.engine.checkpoint.weight_headers import read_headers
 from disagg.engine.runner.model.parameters import (
     DenseParameters,
+    ExpertsParameters,
     LayerParameters,
     ModelParameters,
     allocate_parameters,
@@ -56,7 +57,7 @@ class Target:
     shape: tuple[int, ...]
     """Shape of the whole tensor in the checkpoint."""
     parameter: Tensor
-    """A (slice of a) parameter, not packed yet; it has the shape of `parts`."""
+    """A (slice of a) parameter, not packed yet; it has the shape of `parts`, perhaps with a dim divided in two."""
     dim: int = 0
     """The dimension along which ranks share the tensor."""
     parts: tuple[range, ...] = ()
@@ -159,6 +160,10 @@ def _layer_tensors(
             targets[f"{name}.weight"] = _rows(norm, *rows) if is_whole else _whole(norm)
     if held.sinks_N is not None:
         targets[names.sinks] = _rows(held.sinks_N, config.num_heads, heads)
+    if isinstance(layer.ffn, ExpertsConfig):
+        assert isinstance(held.ffn, ExpertsParameters), "both are of one layer"
+        return targets | _expert_tensors(names, layer.ffn, held.ffn, shard)
+    assert isinstance(held.ffn, DenseParameters), "both are of one layer"
     return targets | _dense_tensors(names, layer.ffn, held.ffn, shard)
 
 
@@ -170,6 +175,73 @@ def _dense_tensors(names: TensorNames, ffn: DenseConfig, held: DenseParameters, 
     rows = ((ffn.intermediate_size, inner),) * 2
     targets |= _fused(plain(held.gate_up_weight_2IH), names.gate_up, "weight", rows)
     return targets | _fused(held.gate_up_bias_2I, names.gate_up, "bias", rows)
+
+
+def _expert_tensors(names: TensorNames, ffn: ExpertsConfig, held: ExpertsParameters, shard: Shard) -> dict[str, Target]:
+    single = {
+        f"{names.router}.weight": plain(held.router_weight_EH),
+        f"{names.router}.bias": held.router_bias_E,
+        names.choice_bias: held.choice_bias_E,
+        f"{names.shared_gate}.weight": held.shared_gate_1H,
+    }
+    targets = {name: _whole(tensor) for name, tensor in single.items() if tensor is not None}
+    if held.shared_gate_up_weight_2SH is not None and held.shared_down_weight_HS is not None:
+        part, count = shard.part(ffn.shared_size), ffn.shared_size
+        gate_up = (f"{names.shared}.gate_proj", f"{names.shared}.up_proj")
+        targets |= _fused(plain(held.shared_gate_up_weight_2SH), gate_up, "weight", ((count, part),) * 2)
+        targets[f"{names.shared}.down_proj.weight"] = _columns(plain(held.shared_down_weight_HS), count, part)
+    experts, inner = range(ffn.routing.num_experts), range(ffn.intermediate_size)
+    if ffn.whole_experts:
+        experts = shard.part(len(experts))
+    else:
+        inner = shard.part(len(inner))
+    stored = _one_tensor if names.experts_are_one else _each_expert
+    return targets | stored(names, ffn, held, experts, inner)
+
+
+def _each_expert(
+    names: TensorNames, ffn: ExpertsConfig, held: ExpertsParameters, experts: range, inner: range
+) -> dict[str, Target]:
+    """Each expert has tensors of its own. Of those that another rank has, nothing is read."""
+    gate_up_L2IH, down_LHI = plain(held.gate_up_weight_L2IH), plain(held.down_weight_LHI)
+    gate, up, down = names.of_expert
+    targets = {}
+    for expert in range(ffn.routing.num_experts):
+        prefix, is_here = f"{names.experts}.{expert}", expert in experts
+        index, part = (experts.index(expert), inner) if is_here else (0, range(0))
+        for name, tensor_IH in zip((gate, up), gate_up_L2IH[index].chunk(2), strict=True):
+            targets[f"{prefix}.{name}.weight"] = _rows(tensor_IH[: len(part)], ffn.intermediate_size, part)
+        down_HI = down_LHI[index][:, : len(part)]
+        targets[f"{prefix}.{down}.weight"] = _columns(down_HI, ffn.intermediate_size, part)
+    return targets
+
+
+def _one_tensor(
+    names: TensorNames, ffn: ExpertsConfig, held: ExpertsParameters, experts: range, inner: range
+) -> dict[str, Target]:
+    """All experts are one tensor, inputs before outputs, gate and up of one feature after the other."""
+    total, features = ffn.routing.num_experts, ffn.intermediate_size
+    gate_up_L2IH, down_LHI = plain(held.gate_up_weight_L2IH), plain(held.down_weight_LHI)
+    L, H, I = down_LHI.shape  # noqa: E741 - the shape letters of the name
+    gate_up, down = f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"
+
+    def target(shape: tuple[int, ...], parameter: Tensor, dim: int, part: range) -> Target:
+        """Ranks share the experts, or along `dim` their features."""
+        if len(experts) < total:
+            return Target(shape, parameter, 0, (experts,))
+        return Target(shape, parameter, dim, () if len(part) == shape[dim] else (part,))
+
+    pairs = _times(inner, 2)
+    gate_up_LHI2 = gate_up_L2IH.view(L, 2, I, H).permute(0, 3, 2, 1)
+    targets = {
+        gate_up: target((total, H, 2 * features), gate_up_LHI2, 2, pairs),
+        down: target((total, features, H), down_LHI.transpose(1, 2), 1, inner),
+    }
+    if held.gate_up_bias_L2I is not None and held.down_bias_LH is not None:
+        bias_LI2 = held.gate_up_bias_L2I.view(L, 2, I).transpose(1, 2)
+        targets[f"{gate_up}_bias"] = target((total, 2 * features), bias_LI2, 1, pairs)
+        targets[f"{down}_bias"] = target((total, H), held.down_bias_LH, 1, range(H))
+    return targets
 
 
 def _fused(
@@ -249,7 +321,10 @@ def _check_tensor(name: str, tensor: StoredTensor, target: Target) -> None:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that repeat others: old Llama checkpoints stored the rope frequencies, some store a tied head."""
+    """Tensors that repeat others: old Llama checkpoints stored the rope frequencies, some store a tied head. And those
+    of layers that predict further tokens."""
+    if name.startswith(tuple(f"model.layers.{config.num_layers + extra}." for extra in range(config.num_extra_layers))):
+        return True
     return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)
 
 

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 
-from disagg.engine.checkpoint.model_config import FfnConfig, LayerConfig, ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
+
+
+def with_whole_experts(config: ModelConfig) -> ModelConfig:
+    """The same model, of whose experts each rank has some (expert parallelism) in place of a part of each.
+
+    Raises:
+        ConfigError: it has no experts.
+    """
+    layers = tuple(
+        layer if isinstance(layer.ffn, DenseConfig) else dataclasses.replace(layer, ffn=_whole(layer.ffn))
+        for layer in config.layers
+    )
+    if layers == config.layers:
+        raise ConfigError(f"ep is true, but {config.architecture} has no experts")
+    return dataclasses.replace(config, layers=layers)
+
+
+def _whole(ffn: ExpertsConfig) -> ExpertsConfig:
+    return dataclasses.replace(ffn, whole_experts=True)
 
 
 def rank_model(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -36,7 +55,14 @@ def _rank_layer(layer: LayerConfig, shard: Shard) -> LayerConfig:
 
 
 def _rank_ffn(ffn: FfnConfig, shard: Shard) -> FfnConfig:
-    return dataclasses.replace(ffn, intermediate_size=len(shard.part(ffn.intermediate_size)))
+    if isinstance(ffn, DenseConfig):
+        return dataclasses.replace(ffn, intermediate_size=len(shard.part(ffn.intermediate_size)))
+    shared_size = len(shard.part(ffn.shared_size))
+    if ffn.whole_experts:
+        held = shard.part(ffn.routing.num_experts)
+        return dataclasses.replace(ffn, shared_size=shared_size, first_expert=held.start, num_held=len(held))
+    inner = len(shard.part(ffn.intermediate_size))
+    return dataclasses.replace(ffn, shared_size=shared_size, intermediate_size=inner)
 
 
 def vocab_part(config: ModelConfig, shard: Shard) -> range:
@@ -50,11 +76,24 @@ def _vocab_share(config: ModelConfig, shard: Shard) -> int:
 
 
 def _check_divisible(config: ModelConfig, size: int) -> None:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    inner_sizes = dict.fromkeys(layer.ffn.intermediate_size for layer in config.layers)
-    for name, count in (("num_attention_heads", heads), *(("intermediate_size", inner) for inner in inner_sizes)):
+    sizes = {("num_attention_heads", config.num_heads): None}
+    for layer in config.layers:
+        sizes |= dict.fromkeys(_divided_sizes(layer.ffn))
+    for name, count in sizes:
         if count % size:
             raise ConfigError(f"tp is {size}, by which `{name}` of this model ({count}) cannot be divided")
-    if kv_heads % size and size % kv_heads:
+    if config.num_kv_heads % size and size % config.num_kv_heads:
         name = "`num_key_value_heads`"
-        raise ConfigError(f"tp is {size}, neither a divisor nor a multiple of {name} of this model ({kv_heads})")
+        raise ConfigError(
+            f"tp is {size}, neither a divisor nor a multiple of {name} of this model ({config.num_kv_heads})"
+        )
+
+
+def _divided_sizes(ffn: FfnConfig) -> tuple[tuple[str, int], ...]:
+    """Names, as in config.json of most models, and sizes of what the ranks divide."""
+    if isinstance(ffn, DenseConfig):
+        return (("intermediate_size", ffn.intermediate_size),)
+    divided = ("moe_intermediate_size", ffn.intermediate_size)
+    if ffn.whole_experts:
+        divided = ("num_experts", ffn.routing.num_experts)
+    return divided, ("shared_expert_intermediate_size", ffn.shared_size)

@@ -42,6 +42,18 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two tensors, or one that holds them one below the other."""
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    """Whole name of the bias that counts in the choice only."""
+    experts: str = "mlp.experts"
+    """Followed by the number of an expert and a name of `of_expert`, or by one of these where all experts are one
+    tensor."""
+    of_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    experts_are_one: bool = False
+    """All experts are one tensor, gate_up_proj, whose last dim has gate and up of one feature after the other, and one,
+    down_proj; in both the inputs come before the outputs. Biases are gate_up_proj_bias and down_proj_bias."""
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
 
     def logical(self, name: str) -> str | None:
         """The name here of a tensor of a file; None for one that is not used."""

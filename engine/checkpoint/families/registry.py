@@ -6,13 +6,18 @@ import dataclasses
 
 from disagg.engine.checkpoint.families.family import Family, refuse_unread
 from disagg.engine.checkpoint.families.gemma import GEMMA_2, GEMMA_3
+from disagg.engine.checkpoint.families.glm_moe import GLM_4_MOE
+from disagg.engine.checkpoint.families.gpt_oss import GPT_OSS
 from disagg.engine.checkpoint.families.granite import GRANITE
 from disagg.engine.checkpoint.families.llama import LLAMA
+from disagg.engine.checkpoint.families.minimax import MINIMAX_M2
 from disagg.engine.checkpoint.families.mistral import MINISTRAL, MINISTRAL_3, MISTRAL
+from disagg.engine.checkpoint.families.mixtral import MIXTRAL
 from disagg.engine.checkpoint.families.multimodal import GEMMA_3_IMAGES, MISTRAL_3_IMAGES
 from disagg.engine.checkpoint.families.olmo import OLMO_3
 from disagg.engine.checkpoint.families.phi import PHI_3
 from disagg.engine.checkpoint.families.qwen import QWEN2, QWEN3
+from disagg.engine.checkpoint.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from disagg.engine.checkpoint.families.smollm import SMOLLM_3
 from disagg.engine.checkpoint.formats.quantization import read_weight_format
 from disagg.engine.checkpoint.json_fields import JsonFields
@@ -33,6 +38,12 @@ FAMILIES: tuple[Family, ...] = (
     PHI_3,
     GRANITE,
     OLMO_3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    GPT_OSS,
+    GLM_4_MOE,
+    MINIMAX_M2,
 )
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}

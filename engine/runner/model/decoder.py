@@ -22,7 +22,7 @@ from torch import Tensor
 from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.batch import Batch
-from disagg.engine.runner.model.ffn import DenseFfn, Join, Norms, rounded
+from disagg.engine.runner.model.ffn import ExpertsFfn, Join, Norms, make_ffn, rounded
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
 from disagg.engine.runner.model.rope import RopeTables
@@ -85,6 +85,11 @@ class Decoder:
         dtype = parameters.embedding_VH.dtype
         self._embedding_multiplier = rounded(multiplier, dtype) if config.rounds_embedding_multiplier else multiplier
         self._logits_divisor, self._logits_soft_cap = config.logits_divisor, config.logits_soft_cap
+
+    @property
+    def expert_counts(self) -> tuple[Tensor, ...]:
+        """Of each layer with experts, the number of tokens that each of them had so far, int64."""
+        return tuple(layer.ffn.counts_E for layer in self._layers if isinstance(layer.ffn, ExpertsFfn))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor | None:
@@ -168,7 +173,7 @@ class _Layer:
         self._prompts = parts.prompts
         self._collective = parts.collective
         self._join = Join(norms, parts.collective, parameters.attention_out_norm_H, multiplier)
-        self._ffn = DenseFfn(
+        self.ffn = make_ffn(
             layer.ffn, parameters.ffn, Join(norms, parts.collective, parameters.ffn_out_norm_H, multiplier)
         )
         self._key_cache_NKBD, self._value_cache_NKBD = cache
@@ -215,7 +220,7 @@ class _Layer:
         stream."""
         p = self._p
         normed_TH, residual_TH = self._join.project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.ffn_norm_H)
-        return self._ffn.transform(normed_TH, residual_TH, next_norm_H)
+        return self.ffn.transform(normed_TH, residual_TH, next_norm_H)
 
     def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
         keys, values, form = self._key_cache_NKBD, self._value_cache_NKBD, self._form

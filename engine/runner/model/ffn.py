@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.engine.checkpoint.model_config import DenseConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, FfnConfig
 from disagg.engine.runner.collectives import Collective
-from disagg.engine.runner.model.parameters import DenseParameters, Weight
+from disagg.engine.runner.model.parameters import DenseParameters, ExpertsParameters, FfnParameters, Weight
 from disagg.kernels import dispatch
-from disagg.kernels.dispatch import linear, linear_add_rms_norm, linear_gelu_tanh_mul, linear_silu_mul
+from disagg.kernels.dispatch import linear, linear_add_rms_norm, linear_gelu_tanh_mul, linear_silu_mul, moe_ffn
+from disagg.kernels.experts import Experts, Router, Shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class Join:
         self._multiplier = multiplier
         self._is_plain = collective is None and out_norm_H is None and multiplier == 1.0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank adds what all ranks have."""
+        return self._collective is None or self._collective.shard.rank == 0
+
     def project(
         self, x_TI: Tensor, weight_HI: Weight, bias_H: Tensor | None, residual_TH: Tensor, norm_H: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -67,8 +73,7 @@ class Join:
         if self._is_plain and norm_H is not None:
             norms = self._norms
             return linear_add_rms_norm(x_TI, weight_HI, bias_H, residual_TH, norm_H, norms.eps, norms.plus_one)
-        has_bias = self._collective is None or self._collective.shard.rank == 0
-        return self.add(linear(x_TI, weight_HI, bias_H if has_bias else None), residual_TH, norm_H)
+        return self.add(linear(x_TI, weight_HI, bias_H if self.is_first else None), residual_TH, norm_H)
 
     def add(self, out_TH: Tensor, residual_TH: Tensor, norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
         """The branch's output is the sum of `out` over the ranks; it may be changed."""
@@ -105,6 +110,54 @@ class DenseFfn(Ffn):
         p = self._p
         activated_TI = self._activated(normed_TH, p.gate_up_weight_2IH, p.gate_up_bias_2I)
         return self._join.project(activated_TI, p.down_weight_HI, p.down_bias_H, residual_TH, next_norm_H)
+
+
+class ExpertsFfn(Ffn):
+    """The sum of a few experts' outputs for each token, and of what all tokens take.
+
+    A rank has a part of each expert's features, or some whole experts (`ExpertsConfig`), and a part of the features of
+    what all tokens take; the ranks' outputs are added.
+    """
+
+    def __init__(self, config: ExpertsConfig, parameters: ExpertsParameters, join: Join) -> None:
+        """`config` is the rank's."""
+        p = parameters
+        self._p = p
+        self._join = join
+        device = p.router_weight_EH.device if isinstance(p.router_weight_EH, Tensor) else torch.device("cpu")
+        self.counts_E = torch.zeros(config.routing.num_experts, dtype=torch.int64, device=device)
+        """Number of tokens that each expert of the model had so far."""
+        self._router = Router(config.routing, p.router_weight_EH, p.router_bias_E, p.choice_bias_E, self.counts_E)
+        has_bias = config.whole_experts or join.is_first
+        self._experts = Experts(
+            config.activation,
+            p.gate_up_weight_L2IH,
+            p.down_weight_LHI,
+            p.gate_up_bias_L2I,
+            p.down_bias_LH if has_bias else None,
+            config.first_expert,
+        )
+        self._shared_gate_H = None if p.shared_gate_1H is None else p.shared_gate_1H[0]
+
+    def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `Ffn`."""
+        out_TH = moe_ffn(normed_TH, self._router, self._experts, self._shared(normed_TH))
+        return self._join.add(out_TH, residual_TH, next_norm_H)
+
+    def _shared(self, normed_TH: Tensor) -> Shared | None:
+        gate_up, down = self._p.shared_gate_up_weight_2SH, self._p.shared_down_weight_HS
+        if gate_up is None or down is None:
+            return None
+        return Shared(linear(linear_silu_mul(normed_TH, gate_up, None), down, None), self._shared_gate_H)
+
+
+def make_ffn(config: FfnConfig, parameters: FfnParameters, join: Join) -> Ffn:
+    """The network that a rank's configuration describes."""
+    if isinstance(config, ExpertsConfig):
+        assert isinstance(parameters, ExpertsParameters), "both are of one layer"
+        return ExpertsFfn(config, parameters, join)
+    assert isinstance(parameters, DenseParameters), "both are of one layer"
+    return DenseFfn(config, parameters, join)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
 from disagg.engine.config import Quantization
-from disagg.kernels.dispatch import PackedWeight, pack_weight
+from disagg.kernels.dispatch import PackedWeight, pack_experts, pack_router, pack_weight
+from disagg.kernels.experts import ExpertWeight
 from disagg.proto.errors import ConfigError
 
 Weight = Tensor | PackedWeight
@@ -33,7 +34,24 @@ class DenseParameters:
     down_bias_H: Tensor | None
 
 
-FfnParameters = DenseParameters
+@dataclass(slots=True)
+class ExpertsParameters:
+    """Experts that a rank holds, all in one tensor, gate and up fused; what chooses among them, in fp32; and what all
+    tokens take. None where there is none of it. L experts here, E in all, S features of what all tokens take."""
+
+    router_weight_EH: Weight
+    router_bias_E: Tensor | None
+    choice_bias_E: Tensor | None
+    gate_up_weight_L2IH: ExpertWeight
+    gate_up_bias_L2I: Tensor | None
+    down_weight_LHI: ExpertWeight
+    down_bias_LH: Tensor | None
+    shared_gate_up_weight_2SH: Weight | None
+    shared_down_weight_HS: Weight | None
+    shared_gate_1H: Tensor | None
+
+
+FfnParameters = DenseParameters | ExpertsParameters
 
 
 @dataclass(slots=True)
@@ -103,8 +121,34 @@ def _allocate_layer(config: ModelConfig, layer: LayerConfig, empty: _Empty, devi
         o_bias_H=empty(hidden) if attention.o_bias else None,
         attention_out_norm_H=empty(hidden) if after else None,
         ffn_norm_H=empty(hidden) if before else None,
-        ffn=_allocate_dense(hidden, layer.ffn, empty),
+        ffn=_allocate_ffn(hidden, layer.ffn, empty),
         ffn_out_norm_H=empty(hidden) if after else None,
+    )
+
+
+def _allocate_ffn(hidden: int, ffn: FfnConfig, empty: _Empty) -> FfnParameters:
+    if isinstance(ffn, DenseConfig):
+        return _allocate_dense(hidden, ffn, empty)
+    return _allocate_experts(hidden, ffn, empty)
+
+
+def _allocate_experts(hidden: int, ffn: ExpertsConfig, empty: _Empty) -> ExpertsParameters:
+    total, held, inner, shared = ffn.routing.num_experts, len(ffn.held), ffn.intermediate_size, ffn.shared_size
+
+    def wide(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=empty(0).device)
+
+    return ExpertsParameters(
+        router_weight_EH=wide(total, hidden),
+        router_bias_E=wide(total) if ffn.router_bias else None,
+        choice_bias_E=wide(total) if ffn.choice_bias else None,
+        gate_up_weight_L2IH=empty(held, 2 * inner, hidden),
+        gate_up_bias_L2I=empty(held, 2 * inner) if ffn.bias else None,
+        down_weight_LHI=empty(held, hidden, inner),
+        down_bias_LH=empty(held, hidden) if ffn.bias else None,
+        shared_gate_up_weight_2SH=empty(2 * shared, hidden) if shared else None,
+        shared_down_weight_HS=empty(hidden, shared) if shared else None,
+        shared_gate_1H=empty(1, hidden) if ffn.shared_gate else None,
     )
 
 
@@ -127,21 +171,34 @@ def pack_parameters(parameters: ModelParameters, quantization: Quantization = "n
         ConfigError: a weight that is to be quantized is not finite.
     """
 
-    def packed(weight: Weight) -> Weight:
-        try:
-            return pack_weight(plain(weight), quantization)
-        except ValueError as error:
-            raise ConfigError(f"quantization: {error}") from error
-
-    for layer in parameters.layers:
-        layer.qkv_weight_QH = packed(layer.qkv_weight_QH)
-        layer.o_weight_HA = packed(layer.o_weight_HA)
-        layer.ffn.gate_up_weight_2IH = packed(layer.ffn.gate_up_weight_2IH)
-        layer.ffn.down_weight_HI = packed(layer.ffn.down_weight_HI)
-    parameters.lm_head_VH = packed(parameters.lm_head_VH)
+    try:
+        for layer in parameters.layers:
+            layer.qkv_weight_QH = _packed(layer.qkv_weight_QH, quantization)
+            layer.o_weight_HA = _packed(layer.o_weight_HA, quantization)
+            _pack_ffn(layer.ffn, quantization)
+        parameters.lm_head_VH = _packed(parameters.lm_head_VH, quantization)
+    except ValueError as error:
+        raise ConfigError(f"quantization: {error}") from error
 
 
-def plain(weight: Weight) -> Tensor:
+def _pack_ffn(ffn: FfnParameters, quantization: Quantization) -> None:
+    if isinstance(ffn, DenseParameters):
+        ffn.gate_up_weight_2IH = _packed(ffn.gate_up_weight_2IH, quantization)
+        ffn.down_weight_HI = _packed(ffn.down_weight_HI, quantization)
+        return
+    ffn.gate_up_weight_L2IH = pack_experts(plain(ffn.gate_up_weight_L2IH), quantization)
+    ffn.down_weight_LHI = pack_experts(plain(ffn.down_weight_LHI), quantization)
+    ffn.router_weight_EH = pack_router(plain(ffn.router_weight_EH), ffn.gate_up_weight_L2IH)
+    if ffn.shared_gate_up_weight_2SH is not None and ffn.shared_down_weight_HS is not None:
+        ffn.shared_gate_up_weight_2SH = _packed(ffn.shared_gate_up_weight_2SH, quantization)
+        ffn.shared_down_weight_HS = _packed(ffn.shared_down_weight_HS, quantization)
+
+
+def _packed(weight: Weight, quantization: Quantization) -> Weight:
+    return pack_weight(plain(weight), quantization)
+
+
+def plain(weight: Weight | ExpertWeight) -> Tensor:
     """The tensor of a weight that is not packed yet."""
     assert isinstance(weight, Tensor), "weights are filled before they are packed"
     return weight

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.weight_headers import TensorEntry, read_header, weight_files
-from disagg.engine.runner.model.parameters import ModelParameters, plain
+from disagg.engine.runner.model.parameters import DenseParameters, ModelParameters, plain
 from disagg.engine.runner.weights import checkpoint_tensors, load_parameters
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import KINDS, make_checkpoint
@@ -59,6 +59,7 @@ def test_fused_parameters_hold_q_k_v_and_gate_up_in_order(tmp_path: Path) -> Non
     assert torch.equal(plain(layer.qkv_weight_QH), torch.cat(qkv))
     assert layer.qkv_bias_Q is not None
     assert torch.equal(layer.qkv_bias_Q, torch.cat(bias))
+    assert isinstance(layer.ffn, DenseParameters)
     assert torch.equal(plain(layer.ffn.gate_up_weight_2IH), torch.cat(gate_up))
 
 
