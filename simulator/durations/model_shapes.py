@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from disagg.engine.checkpoint.model_config import ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, ModelConfig
 from disagg.proto.errors import ConfigError
+
+_Number = TypeVar("_Number", int, float)
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Bytes of one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """Experts of a model, and how many of its layers have them in place of a dense MLP."""
+
+    config: ExpertsConfig
+    num_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder. `num_heads` and `num_kv_heads` are those of queries and of keys and
-    values."""
+    """A decoder whose layers have attention of one shape. `num_heads` and `num_kv_heads` are those of queries and of
+    keys and values; without experts all layers have an MLP of `intermediate_size`."""
 
     name: str
     hidden_size: int
@@ -38,6 +49,7 @@ class ModelShape:
     """Norms over all heads of q, and over all of k."""
     norms_per_layer: int = 2
     """Number of norms over the hidden size."""
+    experts: ExpertsShape | None = None
 
     @property
     def q_size(self) -> int:
@@ -50,20 +62,44 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def layer_matrix_parameters(self) -> int:
-        """Number of parameters in the matrices of one layer, with which each token is multiplied."""
+    def num_dense_layers(self) -> int:
+        """Number of layers without experts."""
+        return self.num_layers - (0 if self.experts is None else self.experts.num_layers)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Number of parameters in the matrices of all layers."""
+        return self._matrix_parameters(None if self.experts is None else self.experts.config.routing.num_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters in the matrices of all layers with which each token is multiplied."""
+        return self._matrix_parameters(None if self.experts is None else self.experts.config.routing.top_k)
+
+    def read_parameters(self, num_rows: float) -> float:
+        """Number of parameters in the matrices of all layers that a step of so many rows is expected to read."""
+        if self.experts is None:
+            return self.matrix_parameters
+        return self._matrix_parameters(self.experts.config.routing.distinct_experts(num_rows))
+
+    def _matrix_parameters(self, num_experts: _Number | None) -> _Number | int:
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        dense = self.num_layers * attention + 3 * self.num_dense_layers * self.hidden_size * self.intermediate_size
+        if self.experts is None or num_experts is None:
+            return dense
+        experts = self.experts.config
+        features = num_experts * experts.intermediate_size + experts.shared_size
+        return dense + self.experts.num_layers * self.hidden_size * (3 * features + experts.routing.num_experts)
 
     @property
     def num_parameters(self) -> int:
-        """Number of all parameters in the checkpoint."""
-        layer = self.layer_matrix_parameters + self.norms_per_layer * self.hidden_size
+        """Number of all parameters in the checkpoint, but for biases of experts."""
+        layer = self.norms_per_layer * self.hidden_size
         layer += self.whole_qk_norm * (self.q_size + self.kv_size)
         layer += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size) + self.qk_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return self.matrix_parameters + self.num_layers * layer + embeddings + self.hidden_size
 
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the keys and values of one token in all layers, counted once for all ranks."""
@@ -81,7 +117,13 @@ class ModelShape:
         """
         if tp < 1:
             raise ConfigError(f"{flag}: a worker has at least 1 rank, not {tp}")
-        for name, count in (("query heads", self.num_heads), ("MLP columns", self.intermediate_size)):
+        sizes = [("query heads", self.num_heads)]
+        if self.num_dense_layers:
+            sizes.append(("MLP columns", self.intermediate_size))
+        if self.experts is not None:
+            experts = self.experts.config
+            sizes += [("columns of an expert", experts.intermediate_size), ("shared columns", experts.shared_size)]
+        for name, count in sizes:
             if count % tp:
                 raise ConfigError(f"{flag}: {count} {name} of {self.name} cannot be divided among {tp} ranks")
         if self.num_kv_heads % tp and tp % self.num_kv_heads:
@@ -92,11 +134,12 @@ class ModelShape:
 
 def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The sizes of a model whose `config.json` was read."""
-    attention, ffn = config.layers[0].attention, config.layers[0].ffn
+    attention = config.layers[0].attention
+    dense = [layer.ffn for layer in config.layers if isinstance(layer.ffn, DenseConfig)]
     return ModelShape(
         name=name,
         hidden_size=config.hidden_size,
-        intermediate_size=ffn.intermediate_size,
+        intermediate_size=dense[0].intermediate_size if dense else 0,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -106,11 +149,19 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         tied_embeddings=config.tied_embeddings,
         qkv_bias=attention.qkv_bias,
         o_bias=attention.o_bias,
-        mlp_bias=ffn.bias,
+        mlp_bias=bool(dense) and dense[0].bias,
         qk_norm=attention.qk_norm == "head",
         whole_qk_norm=attention.qk_norm == "whole",
         norms_per_layer=4 if config.layers[0].norms == "both" else 2,
+        experts=_experts_of(config),
     )
+
+
+def _experts_of(config: ModelConfig) -> ExpertsShape | None:
+    found = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
+    if not found:
+        return None
+    return ExpertsShape(config=found[0], num_layers=len(found))
 
 
 def _qwen3(name: str, hidden: int, inner: int, layers: int, heads: int) -> ModelShape:

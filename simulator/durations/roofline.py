@@ -5,6 +5,8 @@ multiplications take at the device's peak rate, or what its bytes take at the me
 times the efficiency that real kernels reach (`devices.Kernels`), and a start-up time. A step is, layer by layer,
 
     four GEMMs            qkv, output, gate and up, down: 2 m n k FLOP; weights, inputs and outputs read or written once
+    experts               in place of the last two, for k rows of each token, with the weights of the experts that so
+                          many tokens are expected to choose, E (1 - (1 - k / E)^tokens)
     prefill attention     4 * heads * head_dim FLOP per query-key pair, and some pairs more for each prompt token
     decode attention      the KV of all contexts read once
     two all-reduces       2 (n - 1) / n of the hidden states over the link between ranks (a ring's share)
@@ -12,14 +14,16 @@ times the efficiency that real kernels reach (`devices.Kernels`), and a start-up
 
 and once the LM head for the sequences that sample, and a fixed time. Ranks divide heads, columns and vocabulary as in
 `engine/sharding/shards.py`; they compute the same at the same time, so that one rank's time is the step's. Pipeline
-and expert parallelism are not computed (`check_parallelism`).
+parallelism, and experts over several workers, are not computed (`check_parallelism`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
@@ -61,7 +65,8 @@ class _Gemm:
 
 
 def check_parallelism(*, pp: int = 1, ep: int = 1) -> None:
-    """Refuse pipeline and expert parallelism, which neither this model nor the engine supports.
+    """Refuse pipeline parallelism, and expert parallelism over several workers, which neither this model nor the engine
+    supports.
 
     Raises:
         ConfigError: pipeline or expert parallelism is asked for.
@@ -69,7 +74,9 @@ def check_parallelism(*, pp: int = 1, ep: int = 1) -> None:
     if pp != 1:
         raise ConfigError(f"--pp: pipeline parallelism ({pp}) is not supported; supported is tensor parallelism, --tp")
     if ep != 1:
-        raise ConfigError(f"--ep: expert parallelism ({ep}) is not supported: models with experts are not served")
+        raise ConfigError(
+            f"--ep: expert parallelism ({ep}) beyond the ranks of a worker is not supported; --tp divides the experts"
+        )
 
 
 class RooflineStepTimes:
@@ -116,12 +123,21 @@ class RooflineStepTimes:
         def gemm(n: int, k: int) -> _Gemm:
             return _Gemm(n, k, corrections.curve(n, k))
 
-        self._gemms = (
+        def mlp(features: int) -> tuple[_Gemm, ...]:
+            return gemm(2 * features // tp, model.hidden_size), gemm(model.hidden_size, features // tp)
+
+        self._attention_gemms = (
             gemm((self._heads + 2 * self._kv_heads) * model.head_dim, model.hidden_size),
             gemm(model.hidden_size, self._heads * model.head_dim),
-            gemm(2 * model.intermediate_size // tp, model.hidden_size),
-            gemm(model.hidden_size, model.intermediate_size // tp),
         )
+        self._mlp_gemms = mlp(model.intermediate_size) if model.num_dense_layers else ()
+        self._shared_gemms: tuple[_Gemm, ...] = ()
+        if model.experts is not None:
+            experts = model.experts.config
+            self._shared_gemms = (gemm(experts.routing.num_experts, model.hidden_size),)
+            if experts.shared_size:
+                self._shared_gemms += mlp(experts.shared_size)
+        self._gemms = (*self._attention_gemms, *self._mlp_gemms, *self._shared_gemms)
         self._head = gemm(-(-model.vocab_size // tp), model.hidden_size)
         heads = (self._heads, self._kv_heads, model.head_dim)
         self._prefill_surface: Surface | None = attention_surface(
@@ -152,7 +168,7 @@ class RooflineStepTimes:
             return StepParts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self._fixed_s)
         sampling = work.num_decodes + (max(1, work.num_prefills) if work.prefill_tokens else 0)
         return StepParts(
-            gemms=num_layers * sum([self._corrected_gemm_s(tokens, each) for each in self._gemms]),
+            gemms=self._gemms_s(tokens),
             prefill_attention=num_layers * self._prefill_attention_s(work),
             decode_attention=num_layers * self._decode_attention_s(work),
             all_reduces=0.0 if self.tp == 1 else 2 * num_layers * self._corrected_all_reduce_s(tokens),
@@ -167,14 +183,33 @@ class RooflineStepTimes:
     def _memory(self, efficiency: float) -> float:
         return self.device.memory_bandwidth * efficiency
 
-    def _gemm_s(self, m: int, n: int, k: int) -> float:
+    def _gemm_s(self, m: float, n: float, k: float, num_weights: float = 1.0) -> float:
+        """Of m rows, each with one of so many weights."""
         kernels = self._kernels
-        num_bytes = self._weight_bytes * n * k + self._activation_bytes * m * (n + k)
+        num_bytes = self._weight_bytes * num_weights * n * k + self._activation_bytes * m * (n + k)
         return kernels.gemm_start_s + _overlapped(
             2.0 * m * n * k / (self._peak * kernels.gemm_compute),
             num_bytes / self._memory(kernels.gemm_memory),
             kernels.gemm_overlap,
         )
+
+    def _gemms_s(self, tokens: int) -> float:
+        """Of all layers."""
+
+        def seconds(gemms: Sequence[_Gemm]) -> float:
+            return sum([self._corrected_gemm_s(tokens, each) for each in gemms])
+
+        model, experts = self.model, self.model.experts
+        if experts is None:
+            return model.num_layers * seconds(self._gemms)
+        found = model.num_layers * seconds(self._attention_gemms) + model.num_dense_layers * seconds(self._mlp_gemms)
+        return found + experts.num_layers * (seconds(self._shared_gemms) + self._experts_s(tokens, experts.config))
+
+    def _experts_s(self, tokens: int, experts: ExpertsConfig) -> float:
+        """The two products of all rows with their experts, of those that the rows are expected to choose."""
+        rows, distinct = tokens * experts.routing.top_k, experts.routing.distinct_experts(tokens)
+        features, hidden = experts.intermediate_size / self.tp, self.model.hidden_size
+        return self._gemm_s(rows, 2 * features, hidden, distinct) + self._gemm_s(rows, hidden, features, distinct)
 
     def _corrected_gemm_s(self, m: int, gemm: _Gemm) -> float:
         seconds = self._gemm_s(m, gemm.n, gemm.k)
@@ -218,9 +253,11 @@ class RooflineStepTimes:
         activation."""
         model = self.model
         rotated = 2 * (self._heads + self._kv_heads) * model.head_dim
-        return (
-            self._activation_bytes * tokens * (8 * model.hidden_size + rotated + 3 * model.intermediate_size / self.tp)
-        )
+        features: float = model.intermediate_size
+        if (experts := model.experts) is not None:
+            chosen = experts.config.routing.top_k * experts.config.intermediate_size + experts.config.shared_size
+            features = (model.num_dense_layers * features + experts.num_layers * chosen) / model.num_layers
+        return self._activation_bytes * tokens * (8 * model.hidden_size + rotated + 3 * features / self.tp)
 
     def _all_reduce_s(self, num_bytes: float) -> float:
         kernels, device = self._kernels, self.device

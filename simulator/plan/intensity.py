@@ -1,9 +1,9 @@
 """Arithmetic intensity: FLOP for each byte that is read. Below a device's ridge point its memory is the limit, above it
 its arithmetic.
 
-Reading the weights once serves all rows of a step. So a decode step of b sequences does about b FLOP for each byte of
-bf16 weights (2 FLOP and 2 bytes a weight), a prompt of n tokens about n, until the KV, which each sequence reads for
-itself, outweighs the weights.
+Reading the weights once serves all rows of a step; of experts, those are read that the rows are expected to choose. So
+a decode step of b sequences does about b FLOP for each byte of bf16 weights (2 FLOP and 2 bytes a weight), a prompt of
+n tokens about n, until the KV, which each sequence reads for itself, outweighs the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ MAX_BATCH = 1 << 20
 
 def matrix_parameters(model: ModelShape) -> int:
     """Number of weights with which every decoded token is multiplied: those of all matrices, including the LM head."""
-    return model.num_layers * model.layer_matrix_parameters + model.vocab_size * model.hidden_size
+    return model.active_parameters + model.vocab_size * model.hidden_size
+
+
+def _weight_bytes(model: ModelShape, rows: float, precision: Precision) -> float:
+    """Bytes of the matrices that a step of so many rows reads."""
+    parameters = model.read_parameters(rows) + model.vocab_size * model.hidden_size
+    return parameters * DTYPE_BYTES[precision.weight_dtype]
 
 
 def attention_flops(model: ModelShape, pairs: float) -> float:
@@ -32,21 +38,21 @@ def decode_flops(model: ModelShape, batch: int, context: float) -> float:
 
 def prefill_flops(model: ModelShape, tokens: int, before: int = 0) -> float:
     """FLOP of `tokens` prompt tokens behind `before` cached ones; only the last one needs the LM head."""
-    layers = 2.0 * model.num_layers * model.layer_matrix_parameters * tokens
+    layers = 2.0 * model.active_parameters * tokens
     pairs = tokens * before + tokens * (tokens + 1) / 2
     return layers + attention_flops(model, pairs) + 2.0 * model.vocab_size * model.hidden_size
 
 
 def decode_intensity(model: ModelShape, batch: int, context: float, precision: Precision = BF16) -> float:
     """FLOP per byte of weights and KV."""
-    weights = matrix_parameters(model) * DTYPE_BYTES[precision.weight_dtype]
+    weights = _weight_bytes(model, batch, precision)
     kv = batch * context * model.kv_bytes_per_token(precision.kv_dtype)
     return decode_flops(model, batch, context) / (weights + kv)
 
 
 def prefill_intensity(model: ModelShape, tokens: int, precision: Precision = BF16) -> float:
     """FLOP per byte of weights and of the KV that is written."""
-    weights = matrix_parameters(model) * DTYPE_BYTES[precision.weight_dtype]
+    weights = _weight_bytes(model, tokens, precision)
     return prefill_flops(model, tokens) / (weights + tokens * model.kv_bytes_per_token(precision.kv_dtype))
 
 

@@ -52,7 +52,7 @@ class WorkerMemory:
 def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
     """Bytes of all weights of the model."""
     head = model.vocab_size * model.hidden_size
-    matrices = model.num_layers * model.layer_matrix_parameters + head
+    matrices = model.matrix_parameters + head
     others = model.num_parameters - matrices
     if model.tied_embeddings and precision.weight_dtype != precision.dtype:
         others += head  # a copy of the embedding in the other dtype

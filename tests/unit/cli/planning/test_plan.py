@@ -188,7 +188,7 @@ def test_a_config_of_another_architecture_is_refused_with_the_file(tmp_path: Pat
         ({"tp": "one"}, "--tp: expected whole numbers such as 1,2,4; got 'one'"),
         ({"tp": "0"}, "--tp: expected numbers of at least 1; got '0'"),
         ({"pp": 2}, "--pp: pipeline parallelism (2) is not supported"),
-        ({"ep": 2}, "--ep: expert parallelism (2) is not supported"),
+        ({"ep": 2}, "--ep: expert parallelism (2) beyond the ranks of a worker is not supported"),
         ({"prompt_tokens": None}, "--prompt-tokens, --output-tokens: give both, or --scenario"),
         ({"prompt_tokens": 0}, "--prompt-tokens, --output-tokens: expected at least 1 each"),
         ({"prompt_tokens": 9000}, "--prompt-tokens, --output-tokens: 9064 tokens are more than the 8192 positions"),

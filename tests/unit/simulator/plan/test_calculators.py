@@ -132,7 +132,7 @@ def test_the_prompt_from_which_on_prefill_is_bound_by_arithmetic() -> None:
 
 
 def test_flops_of_a_prompt_are_about_two_a_weight_and_token() -> None:
-    layers = 32 * LLAMA_8B.layer_matrix_parameters
+    layers = LLAMA_8B.active_parameters
     expected = 2 * layers * 1000 + 4 * 32 * 4096 * 500_500 + 2 * 128256 * 4096
     assert prefill_flops(LLAMA_8B, 1000) == expected
     assert (
