@@ -1,0 +1,149 @@
+"""A layer of experts: how near steps of few rows come to the time in which their weights are read, and what it costs
+when all rows choose the same experts.
+
+    python -m benchmarks.engine.experts [--threads 2] [--experts 64 --top-k 8 --hidden 2048 --inner 768] [--json FILE]
+
+Weights are bf16, those of a Qwen3-MoE layer with half the experts by default: 0.6 GB, beyond every cache. The bytes of
+a step are those of the experts that its rows chose, counted; beside them stands what E * (1 - (1 - k / E)^rows)
+expects. The read rate is measured before and after. The skewed routing has one expert that every row chooses and
+spreads the rest; `one` has all rows on the same k experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine.ceilings import measure
+from disagg.cluster.system.cores import available_cores, pin_process
+from disagg.kernels import dispatch
+from disagg.kernels.experts import Experts, Router
+from disagg.kernels.routing import SILU, Routing
+from tests.support.reports import positive, print_table, report, write_json
+
+FEW_ROWS = (1, 8, 32)
+MANY_ROWS = 512
+BIAS = 100.0
+"""Added to the score of an expert that every row shall choose."""
+
+
+class Layer:
+    """Random weights, packed, and a router whose choice a bias moves."""
+
+    def __init__(self, routing: Routing, hidden: int, inner: int) -> None:
+        self.routing, self.hidden, self.inner = routing, hidden, inner
+        gate_up, down = (
+            dispatch.pack_experts(torch.randn(routing.num_experts, *shape, dtype=torch.bfloat16).mul_(shape[1] ** -0.5))
+            for shape in ((2 * inner, hidden), (hidden, inner))
+        )
+        self.experts = Experts(SILU, gate_up, down)
+        self.router_weight = dispatch.pack_router(torch.randn(routing.num_experts, hidden), gate_up)
+        self.counts_E = torch.zeros(routing.num_experts, dtype=torch.int64)
+        self.bias_E = torch.zeros(routing.num_experts)
+        self.router = Router(routing, self.router_weight, None, self.bias_E, self.counts_E)
+
+    def run(self, x_TH: Tensor) -> Tensor:
+        """One call."""
+        return dispatch.moe_ffn(x_TH, self.router, self.experts, None)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights."""
+        return 2 * 3 * self.hidden * self.inner
+
+    def rows(self, count: int) -> Tensor:
+        """New random rows, which choose other experts."""
+        return torch.randn(count, self.hidden, dtype=torch.bfloat16)
+
+    def use(self, routing: str) -> None:
+        """`uniform`, `skewed` (one expert for every row) or `one` (the same experts for every row)."""
+        self.bias_E.zero_()
+        self.bias_E[: {"uniform": 0, "skewed": 1, "one": self.routing.top_k}[routing]] = BIAS
+
+
+def few_rows(layer: Layer, count: int, calls: int) -> tuple[float, float]:
+    """Median microseconds of a call, and bytes of the experts that it read on average."""
+    layer.use("uniform")
+    times, read = [], []
+    for _ in range(calls):
+        x_TH = layer.rows(count)
+        before = layer.counts_E.clone()
+        started = time.perf_counter()
+        layer.run(x_TH)
+        times.append(time.perf_counter() - started)
+        read.append(int((layer.counts_E > before).sum()) * layer.expert_bytes)
+    return statistics.median(times) * 1e6, statistics.mean(read)
+
+
+def many_rows(layer: Layer, count: int, calls: int) -> dict[str, float]:
+    """Median milliseconds of a call with each routing, in turns."""
+    times: dict[str, list[float]] = {"uniform": [], "skewed": [], "one": []}
+    x_TH = layer.rows(count)
+    for call in range(calls):
+        for name in times if call % 2 == 0 else reversed(times):
+            layer.use(name)
+            started = time.perf_counter()
+            layer.run(x_TH)
+            times[name].append(time.perf_counter() - started)
+    return {name: round(statistics.median(each) * 1e3, 1) for name, each in times.items()}
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    before = measure(options.threads)
+    routing = Routing(num_experts=options.experts, top_k=options.top_k, score="sigmoid", renormalize=True)
+    layer = Layer(routing, options.hidden, options.inner)
+    found: dict[str, Any] = {"read_gb_s": before.read_gb_s}
+    for count in FEW_ROWS:
+        us, nbytes = few_rows(layer, count, options.calls)
+        expected = routing.distinct_experts(count) * layer.expert_bytes
+        found[f"rows_{count}_us"] = round(us, 1)
+        found[f"rows_{count}_mb"] = round(nbytes / 1e6, 1)
+        found[f"rows_{count}_mb_expected"] = round(expected / 1e6, 1)
+    after = measure(options.threads)
+    found["read_gb_s"] = max(before.read_gb_s, after.read_gb_s)
+    for count in FEW_ROWS:
+        limit_us = found[f"rows_{count}_mb"] * 1e3 / found["read_gb_s"]
+        found[f"rows_{count}_over_limit"] = round(found[f"rows_{count}_us"] / limit_us, 3)
+    for name, ms in many_rows(layer, MANY_ROWS, options.calls // 4 or 1).items():
+        found[f"rows_{MANY_ROWS}_{name}_ms"] = ms
+    for name in ("skewed", "one"):
+        ratio = found[f"rows_{MANY_ROWS}_{name}_ms"] / found[f"rows_{MANY_ROWS}_uniform_ms"]
+        found[f"rows_{MANY_ROWS}_{name}_over_uniform"] = round(ratio, 3)
+    return found
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=positive, default=len(available_cores()))
+    parser.add_argument("--experts", type=positive, default=64)
+    parser.add_argument("--top-k", type=positive, default=8)
+    parser.add_argument("--hidden", type=positive, default=2048)
+    parser.add_argument("--inner", type=positive, default=768)
+    parser.add_argument("--calls", type=positive, default=40)
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    options = parse_arguments()
+    pin_process(available_cores()[: options.threads])
+    found = measured(options)
+    lines = [(name, str(value)) for name, value in found.items()]
+    print_table(f"a layer of experts: {dispatch.describe()}, threads: {options.threads}", ("figure", "value"), lines)
+    if options.json is not None:
+        figures = {name: value for name, value in found.items() if name.endswith(("_over_limit", "_over_uniform"))}
+        write_json(options.json, report([found], figures))
+
+
+if __name__ == "__main__":
+    main()
