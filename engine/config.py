@@ -141,6 +141,9 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     tp: Count = 1
     """Ranks of each worker (tensor parallelism): processes that each have a share of the model and compute every step
     together. Pools may differ. It must divide the model's heads and the size of its MLP."""
+    ep: bool = False
+    """Whether each rank holds whole experts (expert parallelism), of a model with experts, and not a part of each. With
+    `tp` of at least 2, which must divide the number of experts."""
     num_threads: Count | Literal["auto"] = 1
     """Compute threads of each rank. `auto` is an equal share of the cores that other workers leave; or one thread where
     a worker finds at its start that more are no faster, as where two cores are one that is shared."""
@@ -341,6 +344,16 @@ def check_quantization(
         raise ConfigError(f"{path}quantization: {quantization} is for device {wanted}, not {device}")
     if tp > 1:
         raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {tp}")
+
+
+def check_expert_parallelism(ep: bool, tp: int, path: str = "") -> None:
+    """Refuse `ep` without ranks to divide the experts among. `path` leads to the field in the user's file.
+
+    Raises:
+        ConfigError: of workers of one rank.
+    """
+    if ep and tp == 1:
+        raise ConfigError(f"{path}ep: a worker of one rank has all experts; set tp to at least 2, or leave ep out")
 
 
 def resolved_dtype(model: ModelOptions, device: str, cpu_dtype: Dtype) -> Dtype:

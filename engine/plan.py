@@ -204,6 +204,12 @@ class ModelRunner(Protocol):
     """Draft model, where one is configured."""
 
     @property
+    def expert_imbalance(self) -> tuple[float, ...]:
+        """Of each layer with experts, the tokens of its busiest expert over those of an average one, as of a while
+        ago."""
+        return ()
+
+    @property
     def step_queue(self) -> StepQueue | None:
         """The step queue, where steps can be queued; None where `run` computes each of them."""
         ...

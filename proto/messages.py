@@ -493,6 +493,9 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     draft_runs: tuple[int, ...] = ()
     """Number of runs (the drafts of one sequence in one step) by how many of their drafts were accepted: 0 to
     `MAX_DRAFT`. Empty for a worker without drafts."""
+    expert_imbalance: tuple[float, ...] = ()
+    """Of each layer with experts, the tokens of its busiest expert over those of an average one since the start; no
+    counter."""
     transfers: tuple[TransferCount, ...] = ()
 
 

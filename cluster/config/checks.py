@@ -19,6 +19,7 @@ from disagg.connections.addresses import is_loopback
 from disagg.engine.config import (
     SPECULATION_DEFAULTS,
     check_attention,
+    check_expert_parallelism,
     check_quantization,
     check_share_weights,
     check_speculation,
@@ -101,6 +102,7 @@ def _check_model(path: str, config: ClusterConfig) -> None:
         check_attention(config.kernels.attention, pool.device, "kernels.")
         check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, f"{path}model.")
         check_share_weights(model.share_weights, pool.device, pool.tp, f"{path}model.")
+        check_expert_parallelism(pool.ep, pool.tp, f"{path}{pool_path(name)}.")
         _check_speculation(f"{path}{pool_path(name)}.speculation", name, pool)
         if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):
             raise ConfigError(

@@ -49,7 +49,7 @@ from disagg.engine.config import (
     resolved_speculation,
 )
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
-from disagg.engine.sharding.model_shards import rank_model
+from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 from disagg.proto.config import KvReserve
@@ -227,13 +227,16 @@ def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig
     """Check before anything is started that the ranks of a pool's workers can share their model.
 
     Raises:
-        ConfigError: naming the pool's `tp` and the size that cannot be divided.
+        ConfigError: naming the pool's `tp` and the size that cannot be divided, or its `ep` where there are no experts.
     """
     for name, pool in pools:
+        key = "ep"
         try:
-            rank_model(model, Shard(0, pool.tp))
+            whole = with_whole_experts(model) if pool.ep else model
+            key = "tp"
+            rank_model(whole, Shard(0, pool.tp))
         except ConfigError as error:
-            raise ConfigError(f"{pool_path(name)}.tp: {error}") from None
+            raise ConfigError(f"{pool_path(name)}.{key}: {error}") from None
 
 
 def transport_name(config: ClusterConfig) -> TransportName:

@@ -494,7 +494,7 @@ class EngineCore:
         """What was done since the start."""
         totals, speculation = self._scheduler.totals, self._scheduler.speculation
         drafts = () if speculation is None else speculation.totals.counts()
-        return EngineTotals(
+        found = EngineTotals(
             self._steps.num_sampled,
             totals["cached_tokens"],
             totals["preemptions"],
@@ -502,6 +502,7 @@ class EngineCore:
             totals["swapped_in_blocks"],
             *drafts,
         )
+        return found._replace(expert_imbalance=self._runner.expert_imbalance)
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
         """What was put into the prefix cache or evicted since the last call, in order."""

@@ -31,6 +31,7 @@ class EngineTotals(NamedTuple):
     accepted_tokens: int = 0
     draft_runs: tuple[int, ...] = ()
     """As in `WorkerMetrics`, like the three before."""
+    expert_imbalance: tuple[float, ...] = ()
 
 
 class WorkerCounters:
@@ -71,6 +72,7 @@ class WorkerCounters:
             drafted_tokens=self._totals.drafted_tokens,
             accepted_tokens=self._totals.accepted_tokens,
             draft_runs=self._totals.draft_runs,
+            expert_imbalance=self._totals.expert_imbalance,
             transfers=transfers,
         )
 

@@ -74,6 +74,12 @@ class GroupRunner(ModelRunner):
         """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
         lock and writes to no connection."""
 
+    @property
+    @override
+    def expert_imbalance(self) -> tuple[float, ...]:
+        """Of the whole model: each rank counts the tokens of all experts."""
+        return self._local.expert_imbalance
+
     @override
     def run(self, plan: StepPlan) -> StepResult:
         if not plan.entries:

@@ -26,6 +26,7 @@ from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
 from disagg.engine.config import (
     WorkerConfig,
     check_attention,
+    check_expert_parallelism,
     check_quantization,
     check_share_weights,
     check_speculation,
@@ -39,6 +40,7 @@ from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import cache_size
 from disagg.engine.runner.collectives import Alone, Collective
 from disagg.engine.runner.device import torch_device
+from disagg.engine.runner.expert_use import ExpertUse
 from disagg.engine.runner.loaded_weights import load_weights, whole_weights
 from disagg.engine.runner.logits import sampled_logprobs
 from disagg.engine.runner.model.batch import to_batch
@@ -55,7 +57,7 @@ from disagg.engine.runner.prompt_rows import prompt_logprobs, rows_of
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sharding.kv_routes import plan_pair
-from disagg.engine.sharding.model_shards import rank_model
+from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.engine.start_stages import OnStage, no_stages
 from disagg.kernels.attention import AttentionProvider
@@ -90,6 +92,7 @@ class TorchModelRunner(ShardRunner):
     def __init__(self, config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages) -> None:
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
         check_share_weights(config.share_weights, config.device, config.tp)
+        check_expert_parallelism(config.ep, config.tp)
         check_attention(config.attention, config.device)
         set_num_threads(config.num_threads)
         self._device = torch_device(config.device)
@@ -99,6 +102,8 @@ class TorchModelRunner(ShardRunner):
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         model = read_model_config(config.model_path)
+        if config.ep:
+            model = with_whole_experts(model)
         self.model_config = model
         self.shard = shard
         local = rank_model(model, shard)  # refused before any weight is read, as is the attention
@@ -199,6 +204,7 @@ class TorchModelRunner(ShardRunner):
         self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging)
         ropes = RopeTables(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, ropes, self._cache, collective, self._attention)
+        self._expert_use = ExpertUse(self._decoder.expert_counts)
         self._replayed: ReplayedDecoder | None = None
         if collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
@@ -268,6 +274,7 @@ class TorchModelRunner(ShardRunner):
             drafts = [row for row in sampled if isinstance(row, DraftRow)]
             self._masks.start([*dict.fromkeys(entry.sequence for entry in plan.entries), *drafts])
         logits_SV, largest_S = self._score(arrays)
+        self._expert_use.note_step()
         rows = rows_of(plan)
         prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts) if rows.prompts else {}
         if rows.sampled is not None:
@@ -281,6 +288,12 @@ class TorchModelRunner(ShardRunner):
         faults = row_faults(logits_SV, self.vocab_size, token_ids)
         forced = {} if self._masks is None else self._masks.take_forced(sampled, token_ids)
         return StepResult(token_ids, logprobs, faults, forced, prompts)
+
+    @property
+    @override
+    def expert_imbalance(self) -> tuple[float, ...]:
+        """Of each layer with experts."""
+        return self._expert_use.imbalance
 
     def _wait_computed(self) -> None:
         """Until the device has computed all that was launched: a chunk that samples nothing is waited for too, or its
@@ -464,9 +477,10 @@ def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device
 
 
 def _arithmetic(config: WorkerConfig, dtype: torch.dtype, device: torch.device, num_ranks: int) -> str:
-    """Ranks add up their parts of a sum, in another order than one alone."""
+    """Ranks add up their parts of a sum, in another order than one alone, and whole experts in yet another."""
     name = arithmetic(dtype, config.quantization, device)
-    return name if num_ranks == 1 else f"{name}, {num_ranks} ranks"
+    of_experts = " with whole experts" if config.ep else ""
+    return name if num_ranks == 1 else f"{name}, {num_ranks} ranks{of_experts}"
 
 
 def _draft_layout(config: WorkerConfig, kv_dtype: str) -> KvLayout | None:

@@ -31,6 +31,7 @@ def cluster_families(view: ClusterView, *, shows_workers: bool = True) -> Iterat
     if shows_workers:
         yield from _instances(view)
         yield from _engines(view)
+        yield from _experts(view)
         yield from _transfers(view)
 
 
@@ -308,6 +309,19 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         "Accepted drafts of a run, which is the drafts of one sequence in one step.",
         ("instance",),
         [((id_,), range(MAX_DRAFT), m.draft_runs, m.accepted_tokens) for id_, m in counters if m.draft_runs],
+    )
+
+
+def _experts(view: ClusterView) -> Iterator[Metric]:
+    yield gauge(
+        "disagg_expert_imbalance",
+        "Tokens of the busiest expert over those of an average one, since the worker's start, by layer with experts.",
+        ("instance", "layer"),
+        [
+            ((id_, str(layer)), found)
+            for id_, metrics in view.counters.items()
+            for layer, found in enumerate(metrics.expert_imbalance)
+        ],
     )
 
 

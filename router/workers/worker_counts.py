@@ -46,7 +46,7 @@ class WorkerCounts:
 
 
 def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
-    """The sum of the counters of two incarnations."""
+    """The sum of the counters of two incarnations; what is no counter is the other's."""
     transfers: dict[tuple[WorkerId, str], TransferCount] = {}
     for count in (*one.transfers, *other.transfers):
         known = transfers.get((count.decode_worker, count.transport))
@@ -64,6 +64,7 @@ def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
         drafted_tokens=one.drafted_tokens + other.drafted_tokens,
         accepted_tokens=one.accepted_tokens + other.accepted_tokens,
         draft_runs=_add_counts(one.draft_runs, other.draft_runs),
+        expert_imbalance=other.expert_imbalance,
         transfers=tuple(transfers.values()),
     )
 

@@ -19,11 +19,11 @@ from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model.kv_cache import kv_layout
 from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
 from disagg.engine.runner.weights import Target, checkpoint_tensors, load_parameters
-from disagg.engine.sharding.model_shards import rank_model, vocab_part
+from disagg.engine.sharding.model_shards import rank_model, vocab_part, with_whole_experts
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
-from tests.support.stepping import chunk, generate, last_token, make_runner, make_sequence, prefill
-from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+from tests.support.stepping import assert_logits_close, chunk, generate, last_token, make_runner, make_sequence, prefill
+from tests.support.tiny_models import EXPERT_KINDS, VOCAB_SIZE, make_checkpoint
 from tests.unit.engine.parallel.ranks import Exchange, ThreadCollective, running_ranks
 
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(75)]
@@ -36,7 +36,7 @@ WIDTHS = (2, 4)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make_checkpoint(kind, root / kind) for kind in SHARDED}
+    return {kind: make_checkpoint(kind, root / kind) for kind in (*SHARDED, *EXPERT_KINDS)}
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
@@ -59,6 +59,46 @@ def test_tokens_and_logits_are_those_of_one_rank(folders: dict[str, Path], kind:
 
     assert sequence.token_ids == whole.token_ids
     assert_same_logits(logits, expected)
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("kind", EXPERT_KINDS)
+def test_ranks_with_whole_experts_give_the_same_tokens(folders: dict[str, Path], kind: str, size: int) -> None:
+    whole, sequence = make_sequence(PROMPT, BLOCKS), make_sequence(PROMPT, BLOCKS)
+    runner = make_runner(folders[kind])
+    expected = generate(runner, whole, 20, chunk_tokens=33)
+    with running_ranks(folders[kind], size, ep=True) as ranks:
+        logits = generate(ranks, sequence, 20, chunk_tokens=33)
+        counts = [each._decoder.expert_counts for each in ranks.runners]
+    assert sequence.token_ids == whole.token_ids
+    assert_logits_close(logits, expected)
+    for of_rank in counts:
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, runner._decoder.expert_counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "message"),
+    [
+        ("mixtral", 16, "tp is 16, by which `num_attention_heads` of this model \\(4\\) cannot be divided"),
+        ("llama", 2, "ep is true, but LlamaForCausalLM has no experts"),
+        ("qwen3_moe", 1, "ep: a worker of one rank has all experts; set tp to at least 2, or leave ep out"),
+    ],
+)
+def test_whole_experts_that_cannot_be_divided_are_refused(
+    folders: dict[str, Path], kind: str, size: int, message: str
+) -> None:
+    config = WorkerConfig(
+        worker_id="test-0", roles=("prefill",), model_path=str(folders[kind]), num_blocks=8, tp=size, ep=True
+    )
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        TorchModelRunner(config, Shard(0, size))
+
+
+def test_more_ranks_than_experts_are_refused(folders: dict[str, Path]) -> None:
+    model = with_whole_experts(read_model_config(folders["mixtral"]))
+    model = dataclasses.replace(model, num_heads=16, num_kv_heads=16)
+    with pytest.raises(ConfigError, match=r"^tp is 16, by which `num_experts` of this model \(8\) cannot be divided$"):
+        rank_model(model, Shard(0, 16))
 
 
 @pytest.mark.parametrize("kind", ["llama_bias", "llama_odd_vocab"])
