@@ -110,7 +110,7 @@ class ExpertsConfig:
 
     @property
     def held(self) -> range:
-        """The experts that are held."""
+        """Numbers of the experts that this rank computes; all of them without ranks."""
         count = self.routing.num_experts if self.num_held is None else self.num_held
         return range(self.first_expert, self.first_expert + count)
 

@@ -14,7 +14,14 @@ from typing import Any
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.families.family import Family
 from disagg.engine.checkpoint.families.registry import FAMILIES, family_of
-from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig, RopeConfig
+from disagg.engine.checkpoint.model_config import (
+    DenseConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from tests.support.tiny_models import FAMILY_KINDS, KINDS, transformers_config
 
 TESTS = (
@@ -90,18 +97,33 @@ def _parts(configs: Iterable[ModelConfig]) -> list[str]:
 
 
 def _layer_parts(layer: LayerConfig) -> list[str]:
-    attention, ffn = layer.attention, layer.ffn
+    attention = layer.attention
     norms = {"before": "", "after": "norms of outputs", "both": "norms of inputs and outputs"}
     qk_norms = {"none": "", "head": "norm of each head of q and k", "whole": "norm of all heads of q and of k"}
     return [
         norms[layer.norms],
         "biases of attention" if attention.qkv_bias or attention.o_bias else "",
-        "biases of the MLP" if ffn.bias else "",
+        *_ffn_parts(layer.ffn),
         qk_norms[attention.qk_norm],
         "windows" if attention.window is not None else "",
         "soft cap of scores" if attention.soft_cap is not None else "",
         "sinks" if attention.sinks else "",
-        {"silu": "", "gelu_tanh": "gelu"}[ffn.activation],
+        "gelu" if isinstance(layer.ffn, DenseConfig) and layer.ffn.activation == "gelu_tanh" else "",
+    ]
+
+
+def _ffn_parts(ffn: FfnConfig) -> list[str]:
+    if not isinstance(ffn, ExpertsConfig):
+        return ["biases of the MLP" if ffn.bias else ""]
+    routing = ffn.routing
+    scores = {"softmax": "a softmax", "softmax_of_top": "a softmax of the chosen", "sigmoid": "sigmoids"}
+    return [
+        f"experts by {scores[routing.score]}",
+        "groups of experts" if routing.groups > 1 else "",
+        "bias of the choice" if ffn.choice_bias else "",
+        "biases of the experts" if ffn.bias else "",
+        "clamped gates" if ffn.activation.kind == "clamped_swiglu" else "",
+        f"an MLP for all tokens{', with a gate' if ffn.shared_gate else ''}" if ffn.shared_size else "",
     ]
 
 

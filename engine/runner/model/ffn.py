@@ -140,7 +140,7 @@ class ExpertsFfn(Ffn):
         self._shared_gate_H = None if p.shared_gate_1H is None else p.shared_gate_1H[0]
 
     def transform(self, normed_TH: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `Ffn`."""
+        """Route, compute and add up, then join the residual stream."""
         out_TH = moe_ffn(normed_TH, self._router, self._experts, self._shared(normed_TH))
         return self._join.add(out_TH, residual_TH, next_norm_H)
 
