@@ -60,7 +60,7 @@ def layer(
     biases: bool = False,
     shared: str = "none",
 ) -> Layer:
-    """`shared` is none, plain or gated."""
+    """Make a layer and its rows; `shared` is none, plain or gated."""
     E = routing.num_experts
     weights = Experts(
         activation or GatedActivation(),
@@ -93,7 +93,7 @@ def part_of(experts: Experts, held: slice) -> Experts:
 
 
 def expected_choice(logits: list[float], routing: Routing, choice_bias: list[float] | None) -> dict[int, float]:
-    """Expert -> weight of one row."""
+    """Experts of one row, with their weights."""
     experts, bias = range(routing.num_experts), choice_bias or [0.0] * routing.num_experts
     if any(map(math.isnan, logits)):
         return dict.fromkeys(range(routing.top_k), math.nan)
@@ -120,7 +120,7 @@ def expected_choice(logits: list[float], routing: Routing, choice_bias: list[flo
 
 
 def expected(case: Layer) -> Tensor:
-    """[T, H], float64, without any rounding."""
+    """Results of all rows [T, H] in float64, without any rounding."""
     experts, router, shared = case.experts, case.router, case.shared
     rows = []
     for index, x in enumerate(case.x_TH.double()):

@@ -168,8 +168,8 @@ def test_a_quantized_model_takes_what_it_takes_when_it_is_loaded(tmp_path: Path)
 
 def test_a_config_of_another_architecture_is_refused_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(CONFIG | {"architectures": ["MixtralForCausalLM"]}))
-    assert refusal(model=str(file)).startswith(f"{file}: architecture MixtralForCausalLM is not supported")
+    file.write_text(json.dumps(CONFIG | {"architectures": ["FalconForCausalLM"]}))
+    assert refusal(model=str(file)).startswith(f"{file}: architecture FalconForCausalLM is not supported")
 
 
 # ---------------------------------------------------------------- bad input
