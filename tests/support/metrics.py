@@ -90,7 +90,11 @@ def busy_view() -> ClusterView:
                 transfers=(moved,),
             ),
             WorkerId("d0"): WorkerMetrics(
-                draft_steps=9, drafted_tokens=40, accepted_tokens=12, draft_runs=(5, 2, 0, 1, *[0] * 10, 0, 1)
+                draft_steps=9,
+                drafted_tokens=40,
+                accepted_tokens=12,
+                draft_runs=(5, 2, 0, 1, *[0] * 10, 0, 1),
+                expert_imbalance=(1.25, 2.0),
             ),
         },
         restarts={WorkerId("p0"): 2},

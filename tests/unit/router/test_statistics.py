@@ -97,6 +97,13 @@ def test_what_a_life_says_replaces_what_it_said() -> None:
     assert it.totals() == {"d0": metrics(2), "p0": metrics(4)}
 
 
+def test_the_imbalance_of_experts_is_that_of_the_present_life() -> None:
+    it = WorkerCounts()
+    take(it, "p0", "1", WorkerMetrics(expert_imbalance=(3.0,)))
+    take(it, "p0", "2", WorkerMetrics(expert_imbalance=(1.5,)))
+    assert it.totals()["p0"].expert_imbalance == (1.5,)
+
+
 def test_another_life_goes_on_where_the_last_one_ended() -> None:
     it = WorkerCounts()
     take(it, "p0", "1", metrics(4, seconds=1.5, transfers=(moved("d0", 10, stuck=1), moved("d1", 5))))

@@ -23,7 +23,7 @@ from disagg.router.config import RecordingOptions
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
-    "tp, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, speculation, "
+    "tp, ep, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, speculation, "
     "max_num_seqs, cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
@@ -225,6 +225,10 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         (
             "pools: {decode: {speculation: {method: medusa}}}",
             "pools.decode.speculation.method: 'medusa' is not allowed; choose from: auto, lookup, draft, off",
+        ),
+        (
+            "pools: {decode: {ep: true}}",
+            "pools.decode.ep: a worker of one rank has all experts; set tp to at least 2, or leave ep out",
         ),
         ("pools: {decode: {tp: 0}}", "pools.decode.tp: expected int >= 1; got 0"),
         ("pools: {prefill: {block_size: 24}}", "pools.prefill.block_size: 24 is not a multiple of 16"),

@@ -147,6 +147,12 @@ def test_ranks_that_cannot_share_the_model_are_an_error_before_anything_starts(
         plan_cluster(parse_config(raw))
 
 
+def test_whole_experts_of_a_model_without_experts_are_an_error_before_anything_starts(tmp_path: Path) -> None:
+    raw = {"model": {"path": checkpoint(tmp_path)}, "pools": {"decode": {"tp": 2, "ep": True}}}
+    with pytest.raises(ConfigError, match=r"^pools\.decode\.ep: ep is true, but LlamaForCausalLM has no experts$"):
+        plan_cluster(parse_config(raw))
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_ranks_that_can_share_it_are_planned(tmp_path: Path, tp: int) -> None:
     raw = {"model": {"path": checkpoint(tmp_path)}, "pools": {"prefill": {"tp": tp}}}

@@ -30,6 +30,12 @@ def test_drafts_are_those_of_the_engine() -> None:
     assert found.draft_runs == (1, 0, 2)
 
 
+def test_the_imbalance_of_experts_is_the_engines() -> None:
+    it = WorkerCounters()
+    it.note((), EngineTotals(expert_imbalance=(1.0, 2.5)))
+    assert it.metrics(()).expert_imbalance == (1.0, 2.5)
+
+
 def test_what_the_roles_count_goes_along() -> None:
     moved = TransferCount(decode_worker=WorkerId("d0"), transport="fake", num_bytes=3)
     assert WorkerCounters().metrics((moved,)).transfers == (moved,)

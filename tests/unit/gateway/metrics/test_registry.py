@@ -136,6 +136,11 @@ def test_drafts(samples: Samples) -> None:
     assert [dict(labels)["instance"] for labels in samples[f"{length}_count"]] == ["d0"]
 
 
+def test_experts(samples: Samples) -> None:
+    found = {dict(labels)["layer"]: count for labels, count in samples["disagg_expert_imbalance"].items()}
+    assert found == {"0": 1.25, "1": 2.0}
+
+
 def test_accepted_drafts_by_place_under_the_name_of_vllm(samples: Samples) -> None:
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     counts = [value(samples, name, model_name="tiny", position=str(place)) for place in range(15)]
