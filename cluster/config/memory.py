@@ -50,8 +50,11 @@ class PoolCache(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches of all workers; 0 if the size is measured."""
+        """Bytes of the caches of all workers, and of what their experts need beside weights; 0 if the size is
+        measured."""
         each = (self.pool.num_blocks or 0) * self.block_bytes + (self.configured_bytes or 0)
+        if each:
+            each += self.model.scratch_bytes(self.pool.tokens_per_step, _ELEMENT_BYTES[self.dtype])
         return each * self.pool.tp * self.pool.size
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagg.engine.checkpoint.formats.quantization import WeightFormat
-from disagg.kernels.routing import SILU, GatedActivation, Routing
+from disagg.kernels.routing import SILU, GatedActivation, Routing, scratch_bytes
 
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -169,6 +169,18 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    def scratch_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """The most memory that layers of experts need beside their weights in a step of so many tokens, in bytes; they
+        use it one after the other."""
+        return max(
+            (
+                scratch_bytes(ffn.routing, num_tokens, self.hidden_size, ffn.intermediate_size, element_bytes)
+                for layer in self.layers
+                if isinstance(ffn := layer.ffn, ExpertsConfig)
+            ),
+            default=0,
+        )
 
     def kv_head_bytes(self, element_bytes: int) -> int:
         """Bytes of one token's K and V in one KV head of all layers."""

@@ -22,6 +22,8 @@ int64_t disagg_prefill_attention(const void*);
 int64_t disagg_linear(const void*);
 int64_t disagg_linear_silu_mul(const void*);
 int64_t disagg_linear_add_rms_norm(const void*);
+int64_t disagg_moe_ffn(const void*);
+int64_t disagg_moe_scratch(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 int64_t disagg_int8_pairs();
 const char* disagg_arithmetic(int64_t);
 void disagg_set_num_threads(int64_t);
@@ -296,6 +298,72 @@ void fused(Kind kind, const std::string& name) {
     if (std::memcmp(total.data(), wanted_total.data(), total.size() * sizeof(T)) != 0) fail(name + " sum of a product");
 }
 
+// ---------------------------------------------------------------- experts
+
+// Two of five experts by sigmoids, the weights divided by their sum, and a result that is shared.
+template <class T>
+void experts(Kind kind, const std::string& name) {
+    const i64 num_rows = 9, hidden = 45, inner = 21, num_experts = 5, top_k = 2;
+    Numbers numbers(31);
+    const auto x = numbers.many<T>(num_rows * hidden), shared = numbers.many<T>(num_rows * hidden);
+    const auto router = numbers.many<float>(num_experts * hidden);
+    const auto gate_up = numbers.many<T>(num_experts * 2 * inner * hidden), down = numbers.many<T>(num_experts * hidden * inner);
+    std::vector<T> packed_gate_up, packed_down, out(num_rows * hidden);
+    for (i64 e = 0; e < num_experts; ++e) {
+        const auto part = [&](const std::vector<T>& all, i64 n, i64 k) {
+            return packed(std::vector<T>(all.begin() + e * n * k, all.begin() + (e + 1) * n * k), n, k, kind == BF16);
+        };
+        const auto one = part(gate_up, 2 * inner, hidden), two = part(down, hidden, inner);
+        packed_gate_up.insert(packed_gate_up.end(), one.begin(), one.end());
+        packed_down.insert(packed_down.end(), two.begin(), two.end());
+    }
+    const auto packed_router = packed(router, num_experts, hidden, false);
+    std::vector<i64> counts(num_experts);
+    std::vector<char> scratch(disagg_moe_scratch(kind, num_rows, hidden, inner, num_experts, top_k, num_experts) + 64);
+    char* memory = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
+    const void* none = nullptr;
+    call(disagg_moe_ffn, i32(kind), x.data(), hidden, num_rows, hidden, inner, packed_router.data(), none, none, num_experts, top_k,
+         i64(2), i64(1), i64(1), i64(0), i64(1), 1.0f, i64(0), num_experts, packed_gate_up.data(), none, none, packed_down.data(),
+         none, none, i64(0), 0.0f, 0.0f, shared.data(), none, counts.data(), memory, out.data());
+    std::vector<double> expected(num_rows * hidden);
+    for (i64 t = 0; t < num_rows; ++t) {
+        const T* row = x.data() + t * hidden;
+        std::vector<double> scores(num_experts);
+        for (i64 e = 0; e < num_experts; ++e) {
+            double logit = 0;
+            for (i64 i = 0; i < hidden; ++i) logit += double(float(row[i])) * router[e * hidden + i];
+            scores[e] = 1 / (1 + std::exp(-logit));
+        }
+        i64 first = 0, second = -1;
+        for (i64 e = 1; e < num_experts; ++e)
+            if (scores[e] > scores[first]) first = e;
+        for (i64 e = 0; e < num_experts; ++e)
+            if (e != first && (second < 0 || scores[e] > scores[second])) second = e;
+        for (i64 i = 0; i < hidden; ++i) expected[t * hidden + i] = float(shared[t * hidden + i]);
+        for (const i64 e : {first, second}) {
+            std::vector<double> gated(inner);
+            for (i64 f = 0; f < inner; ++f) {
+                double gate = 0, up = 0;
+                for (i64 i = 0; i < hidden; ++i) {
+                    gate += double(float(row[i])) * float(gate_up[(e * 2 * inner + f) * hidden + i]);
+                    up += double(float(row[i])) * float(gate_up[(e * 2 * inner + inner + f) * hidden + i]);
+                }
+                gated[f] = gate / (1 + std::exp(-gate)) * up;
+            }
+            for (i64 i = 0; i < hidden; ++i) {
+                double result = 0;
+                for (i64 f = 0; f < inner; ++f) result += gated[f] * float(down[(e * hidden + i) * inner + f]);
+                expected[t * hidden + i] += scores[e] / (scores[first] + scores[second]) * result;
+            }
+            --counts[e];
+        }
+    }
+    expect_close(name, out.data(), expected.data(), num_rows * hidden);
+    for (const i64 count : counts)
+        if (count != 0) fail(name + ": counters");
+    digest(name, out);
+}
+
 }  // namespace
 
 int main() {
@@ -307,6 +375,8 @@ int main() {
     fused<float>(FP32, "fp32");
     small_ops<bf16>("bf16");
     small_ops<float>("fp32");
+    experts<bf16>(BF16, "bf16 experts");
+    experts<float>(FP32, "fp32 experts");
     for (const i64 dim : {16, 64, 80, 128, 72}) {
         attention<bf16>("bf16 attention " + std::to_string(dim), dim);
         attention<float>("fp32 attention " + std::to_string(dim), dim);

@@ -58,6 +58,16 @@ def test_caches_that_the_machine_cannot_hold_are_refused(checkpoint: Path) -> No
     assert blocks.endswith("and this machine has 16.0 GiB")
 
 
+def test_what_experts_need_beside_weights_counts(tmp_path: Path) -> None:
+    """Rows of a step of 512 tokens, each with four experts of 40 features and 64 inputs."""
+    path = make_checkpoint("qwen3_moe", tmp_path)
+    needed = read_model_config(path).scratch_bytes(512, 2)
+    assert needed == pytest.approx(512 * 4 * (4 * 64 + 2 * 40 * 2 + 4 * 40), rel=0.8)
+    caches = {"prefill": {"kv_cache_bytes": GIB}, "decode": {"kv_cache_bytes": GIB}}
+    assert refusal(path, {"pools": caches}, 2 * GIB + 2 * needed) == ""
+    assert "KV caches of all workers take" in refusal(path, {"pools": caches}, 2 * GIB + 2 * needed - 1)
+
+
 def test_what_is_measured_on_a_gpu_and_what_has_no_cache_is_taken(checkpoint: Path) -> None:
     cuda = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:1", "kv_cache_bytes": 80 * GIB}}
     assert refusal(checkpoint, {"pools": cuda}) == ""
