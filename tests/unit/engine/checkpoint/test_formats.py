@@ -20,9 +20,11 @@ from disagg.engine.checkpoint.formats.mxfp4 import Mxfp4
 from disagg.engine.checkpoint.formats.names import ModulePatterns, ModuleTargets
 from disagg.engine.checkpoint.formats.reader import TensorReader
 from disagg.engine.checkpoint.formats.stored import stored_tensors
+from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.engine.checkpoint.weight_headers import read_headers
 from disagg.engine.runner.model.parameters import plain as plain_of
 from disagg.engine.runner.weights import check_weights, checkpoint_tensors, load_parameters
+from disagg.engine.sharding.model_shards import with_whole_experts
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
 from tests.support.quantized import FORMATS, quantize_checkpoint
@@ -99,12 +101,18 @@ def make_dequantized(folder: Path, values: dict[str, Tensor], target: Path) -> P
 
 
 def assert_same_model(folder: Path, dequantized: Path) -> None:
-    """Parameters of one rank and of each of two, in fp32 and in bf16; and the tokens."""
+    """Parameters of one rank, of each of two, also with whole experts, in fp32 and in bf16; and the tokens."""
     configs = [read_model_config(each) for each in (folder, dequantized)]
-    for shard, dtype in itertools.product((WHOLE, Shard(0, 2), Shard(1, 2)), (torch.float32, torch.bfloat16)):
+    has_experts = any(isinstance(layer.ffn, ExpertsConfig) for layer in configs[0].layers)
+    for shard, dtype, change in itertools.product(
+        (WHOLE, Shard(0, 2), Shard(1, 2)),
+        (torch.float32, torch.bfloat16),
+        (None, with_whole_experts) if has_experts else (None,),
+    ):
+        models = [change(config) if change else config for config in configs]
         found, expected = (
             checkpoint_tensors(model, load_parameters(each, model, dtype, CPU, shard), shard)
-            for each, model in zip((folder, dequantized), configs, strict=True)
+            for each, model in zip((folder, dequantized), models, strict=True)
         )
         for key, target in found.items():
             assert torch.equal(target.parameter, expected[key].parameter), key
@@ -123,10 +131,15 @@ def test_a_model_is_that_of_the_dequantized_weights(plain: Path, tmp_path: Path,
     assert_same_model(folder, make_dequantized(folder, values, tmp_path / "dequantized"))
 
 
-def test_a_model_with_fused_tensors_is_that_of_the_dequantized_weights(tmp_path: Path) -> None:
-    """Q, K and V are one tensor of the files, of which a rank has several parts."""
-    folder = make_checkpoint("phi3", tmp_path / "quantized")
-    values = quantize_checkpoint("packed_int4_zeros", folder)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8_block"), ("mixtral", "awq"), ("phi3", "packed_int4_zeros")],
+)
+def test_models_with_experts_or_fused_tensors_are_those_of_the_dequantized_weights(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    folder = make_checkpoint(kind, tmp_path / "quantized")
+    values = quantize_checkpoint(name, folder)
     assert_same_model(folder, make_dequantized(folder, values, tmp_path / "dequantized"))
 
 
