@@ -351,7 +351,9 @@ class _Maker:
 
         def run() -> Outputs | None:
             work = attention.plan_prefills(places, spec)
-            planned = {None: PlannedPrefills(work, torch.from_numpy(work.numbers).to(q.device), order)}
+            planned: dict[int | None, PlannedPrefills] = {
+                None: PlannedPrefills(work, torch.from_numpy(work.numbers).to(q.device), order)
+            }
             room = nan_filled(q.shape, q.dtype, q.device)
             prefills = Prefills(tuple(chunks), planned)
             return _or_none(out, OPS.paged_prefill_attention(q, keys, values, prefills, form, room))

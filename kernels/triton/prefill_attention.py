@@ -100,10 +100,10 @@ def _prefill_kernel(
     else:
         length = position + num_tokens
         limit_M = tl.minimum(position + tokens_M + 1, length)
-        cache = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
+        whole = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
         tiles = (first_tile, num_full_tiles)
         state = attend(
-            q_MD, *state, limit_M, *tiles, 0, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, False, WINDOW, SOFT_CAP
+            q_MD, *state, limit_M, *tiles, 0, *whole, TILE, KV_BLOCK, DIM, DIM_PADDED, False, WINDOW, SOFT_CAP
         )
 
     # The item is read again, as volatile, or what is needed from here on would take registers of the loop above.

@@ -16,7 +16,7 @@ from tests.support.paged import PagedCase, prompts
 from tests.unit.kernels import oracle
 
 DTYPES = [torch.float32, torch.bfloat16]
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "window": {"window": 10},
     "soft cap": {"soft_cap": 0.7},
     "sinks": {"sinks": True},
@@ -271,7 +271,7 @@ def test_cpp_attention_writes_where_it_is_told(native: NativeOps) -> None:
 
 
 def form_of(name: str, num_heads: int, scale: float = 0.3) -> AttentionForm:
-    parts: dict[str, Any] = dict(FORMS[name])
+    parts = dict(FORMS[name])
     has_sinks = parts.pop("sinks", False)
     return AttentionForm(scale, sinks_N=torch.linspace(-2.0, 3.0, num_heads) if has_sinks else None, **parts)
 

@@ -10,9 +10,9 @@ from disagg.engine.runner.expert_use import STEPS_BETWEEN, ExpertUse
 def test_the_busiest_expert_over_an_average_one_of_each_layer() -> None:
     counts = torch.tensor([[4, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
     use = ExpertUse(tuple(counts))
-    assert use.imbalance == ()
+    found = [use.imbalance]
     use.note_step()
-    assert use.imbalance == (4.0, 1.0, 1.0)
+    assert [*found, use.imbalance] == [(), (4.0, 1.0, 1.0)]
 
 
 def test_counters_are_read_now_and_then() -> None:

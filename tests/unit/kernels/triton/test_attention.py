@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_decode(heads: tuple[int, int], dim: int, block_size: int, dtype: torch.
     assert_close(found, expected_decode(case, q))
 
 
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "window": {"window": 10},
     "soft cap": {"soft_cap": 0.7},
     "sinks": {"sinks_N": torch.linspace(-2.0, 3.0, 8)},
