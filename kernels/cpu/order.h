@@ -48,7 +48,7 @@ inline void put(void* floats, int64_t i, float x) { std::memcpy(static_cast<char
 
 // In place, `cap * tanh(score * scale / cap)` of ROWS rows of scores from `first` to `end`.
 template <int ROWS>
-void cap_scores(float* scores, int64_t stride, int64_t first, int64_t end, const Form& form) {
+[[gnu::noinline]] void cap_scores(float* scores, int64_t stride, int64_t first, int64_t end, const Form& form) {
     const vf factor = splat(form.scale / form.soft_cap), cap = splat(form.soft_cap);
     for (int r = 0; r < ROWS; ++r)
         for (int64_t i = first; i < end; i += LANES) {
@@ -60,14 +60,17 @@ void cap_scores(float* scores, int64_t stride, int64_t first, int64_t end, const
 // In place, for ROWS rows of scores of one piece, `stride` apart: weights, as numbers of type Weight, with zeros for tokens that a
 // row does not see, from the multiple of sixteen at or before the first token that the first row sees, up to the one at or behind the
 // last token that the last row sees. The first row sees the tokens before `seen` > -16, each other one those before `more` further
-// ones, and of these the last `form.window`. Tops and totals are as many numbers.
-template <class Weight, int ROWS>
-void weigh(float* scores, int64_t stride, int64_t seen, int64_t more, const Form& form, void* tops, void* totals) {
-    const int64_t unseen = seen - form.window;  // tokens before those that the first row sees
-    const int64_t begin = std::max<int64_t>(unseen, 0) / LANES * LANES;
+// ones, and of these the last `form.window`. Tops and totals are as many numbers. HAS_BEGIN: a window begins in this piece.
+template <class Weight, int ROWS, bool HAS_BEGIN>
+[[gnu::always_inline]] inline void weigh_piece(float* scores, int64_t stride, int64_t seen, int64_t more, const Form& form, void* tops, void* totals) {
     const int64_t most = std::min(seen + (ROWS - 1) * more, PIECE_TOKENS);
-    const int64_t last_begin = std::min(round_up(std::max<int64_t>(unseen + (ROWS - 1) * more, 0), LANES), round_up(most, LANES));
-    const int64_t whole = std::max(std::min(seen, PIECE_TOKENS) / LANES * LANES, last_begin);
+    int64_t unseen = 0, begin = 0, last_begin = 0, whole = std::min(seen, PIECE_TOKENS) / LANES * LANES;
+    if constexpr (HAS_BEGIN) {
+        unseen = seen - form.window;  // tokens before those that the first row sees
+        begin = std::max<int64_t>(unseen, 0) / LANES * LANES;
+        last_begin = round_up(std::min(unseen + (ROWS - 1) * more, most), LANES);
+        whole = std::max(whole, last_begin);
+    }
     float scale = form.scale;
     if (form.soft_cap > 0.0f) cap_scores<ROWS>(scores, stride, begin, most, form), scale = 1.0f;
     const vf lanes = load(LANE_NUMBERS);
@@ -114,6 +117,17 @@ void weigh(float* scores, int64_t stride, int64_t seen, int64_t more, const Form
         for (int r = 0; r < ROWS; ++r) keep(r, i, if_seen(r, i, weight_of(r, i), 0.0f));
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) put(totals, r, sum(total[r]));
+}
+
+template <class Weight, int ROWS>
+[[gnu::noinline]] void weigh_begin(float* scores, int64_t stride, int64_t seen, int64_t more, const Form& form, void* tops, void* totals) {
+    weigh_piece<Weight, ROWS, true>(scores, stride, seen, more, form, tops, totals);
+}
+
+template <class Weight, int ROWS>
+inline void weigh(float* scores, int64_t stride, int64_t seen, int64_t more, const Form& form, void* tops, void* totals) {
+    if (seen + (ROWS - 1) * more > form.window) return weigh_begin<Weight, ROWS>(scores, stride, seen, more, form, tops, totals);
+    weigh_piece<Weight, ROWS, false>(scores, stride, seen, more, form, tops, totals);
 }
 
 // What was put together so far, sixteen rows or heads of them.
