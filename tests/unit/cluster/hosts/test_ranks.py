@@ -134,7 +134,7 @@ def checkpoint(folder: Path, **values: int) -> str:
         (4, {"intermediate_size": 98}, r"^pools\.decode\.tp: tp is 4, .*`intermediate_size`.*\(98\)"),
         (
             2,
-            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
             r"^pools\.decode\.tp: tp is 2, .*`num_key_value_heads`.*\(3\)",
         ),
     ],
