@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
-from disagg.kernels.ops import AttentionForm, RopeWrite
+from disagg.kernels.ops import AttentionForm, Pointwise, RopeWrite
 from disagg.kernels.quantize import quantize_int8
 from tests.support.paged import prompts
 from tests.unit.kernels.conftest import LEVELS, compiled_or_skip
@@ -88,11 +90,17 @@ def results(native: NativeOps, products: NativeLinear, dtype: torch.dtype) -> li
     found: list[Tensor | None] = [each.gemm(x, norm) for each in packed if each is not None]
     found += [native.rms_norm(x, x[0], 1e-5), native.silu_mul(4 * x)]
     found += native.add_rms_norm(x, x.flip(0), x[1], 1e-5) or [None]
+    found += [native.rms_norm(x, x[0], 1e-5, True), native.gelu_tanh_mul(4 * x), native.add(x, x.flip(0))]
+    found += [native.pointwise(4 * x, function, 1.7) for function in get_args(Pointwise)]
     keys, values = of(4, 40, KV_HEADS, BLOCK, DIM), of(5, 40, KV_HEADS, BLOCK, DIM)
     table = of(6, 700, DIM)
     qkv, slots = of(7, 5, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(5)
     layer = RopeWrite(table[0], table[1], 1e-5, table, table, keys, values)
-    found += [native.qkv_rope_write(qkv, slots, slots, layer), keys, values]
+    found += [native.qkv_rope_write(qkv, slots, slots, layer), keys.clone(), values.clone()]
+    whole = (qkv[0, : HEADS * DIM].contiguous(), qkv[0, : KV_HEADS * DIM].contiguous())
+    angles = table[:, : DIM // 2].contiguous()
+    layer = RopeWrite(*whole, 1e-5, angles, angles, keys, values, query_scale_P=of(10, 700), is_whole=True)
+    found += [native.qkv_rope_write(qkv, slots, slots, layer), keys, values, native.head_squares(qkv, KV_HEADS, DIM)]
     q, blocks = of(8, 40, HEADS, DIM), torch.randperm(40, generator=torch.Generator().manual_seed(9)).int()
     lengths = torch.tensor([1, 639, 17], dtype=torch.int32)
     form = AttentionForm(0.125)
