@@ -44,7 +44,8 @@ class Layer:
             for shape in ((2 * inner, hidden), (hidden, inner))
         )
         self.experts = Experts(SILU, gate_up, down)
-        self.router_weight = dispatch.pack_router(torch.randn(routing.num_experts, hidden), gate_up)
+        router_weight = torch.randn(routing.num_experts, hidden).mul_(hidden**-0.5)  # sigmoids of more are all one
+        self.router_weight = dispatch.pack_router(router_weight, gate_up)
         self.counts_E = torch.zeros(routing.num_experts, dtype=torch.int64)
         self.bias_E = torch.zeros(routing.num_experts)
         self.router = Router(routing, self.router_weight, None, self.bias_E, self.counts_E)
