@@ -22,6 +22,13 @@ class ExpertsShape:
     config: ExpertsConfig
     num_layers: int
 
+    def vector_parameters(self, hidden_size: int) -> int:
+        """Number of parameters beside the matrices: biases, and the gate of what all tokens take."""
+        config, num_experts = self.config, self.config.routing.num_experts
+        of_expert = config.router_bias + config.choice_bias
+        of_expert += config.bias * (2 * config.intermediate_size + hidden_size)
+        return self.num_layers * (num_experts * of_expert + config.shared_gate * hidden_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -49,6 +56,7 @@ class ModelShape:
     """Norms over all heads of q, and over all of k."""
     norms_per_layer: int = 2
     """Number of norms over the hidden size."""
+    sinks: bool = False
     experts: ExpertsShape | None = None
 
     @property
@@ -93,13 +101,14 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Number of all parameters in the checkpoint, but for biases of experts."""
-        layer = self.norms_per_layer * self.hidden_size
+        """Number of all parameters in the checkpoint."""
+        layer = self.norms_per_layer * self.hidden_size + self.sinks * self.num_heads
         layer += self.whole_qk_norm * (self.q_size + self.kv_size)
         layer += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size) + self.qk_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.matrix_parameters + self.num_layers * layer + embeddings + self.hidden_size
+        found = self.matrix_parameters + self.num_layers * layer + embeddings + self.hidden_size
+        return found if self.experts is None else found + self.experts.vector_parameters(self.hidden_size)
 
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the keys and values of one token in all layers, counted once for all ranks."""
@@ -153,6 +162,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         qk_norm=attention.qk_norm == "head",
         whole_qk_norm=attention.qk_norm == "whole",
         norms_per_layer=4 if config.layers[0].norms == "both" else 2,
+        sinks=attention.sinks,
         experts=_experts_of(config),
     )
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from disagg.engine.checkpoint.model_config import ExpertsConfig
+from disagg.kernels.routing import Routing
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import (
     A100,
@@ -20,7 +22,7 @@ from disagg.simulator.durations.devices import (
     Kernels,
     find_device,
 )
-from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ModelShape, known_shape
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ExpertsShape, ModelShape, known_shape
 from disagg.simulator.durations.perf_tables import (
     AllReduceTime,
     AttentionTime,
@@ -201,6 +203,56 @@ def test_smaller_weights_are_read_in_half_the_time() -> None:
     halved = RooflineStepTimes(LLAMA, ideal(), weight_dtype="fp8", kv_dtype="fp8").parts(decode(1, 1000))
     assert halved.gemms == pytest.approx(whole.gemms / 2, rel=1e-3)  # but for the activations
     assert halved.decode_attention == pytest.approx(whole.decode_attention / 2, rel=1e-9)
+
+
+# ---------------------------------------------------------------- experts
+
+QWEN3_30B_A3B = ModelShape(
+    name="qwen3-30b-a3b",
+    hidden_size=2048,
+    intermediate_size=0,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    max_positions=40960,
+    qk_norm=True,
+    experts=ExpertsShape(
+        config=ExpertsConfig(routing=Routing(num_experts=128, top_k=8), intermediate_size=768), num_layers=48
+    ),
+)
+
+
+def test_parameters_of_a_model_with_experts() -> None:
+    """The router counts among those that each token is multiplied with."""
+    shape = QWEN3_30B_A3B
+    assert shape.num_parameters == 30_532_122_624
+    assert shape.active_parameters == 2_730_491_904
+    assert shape.read_parameters(1) == pytest.approx(shape.active_parameters)
+    an_expert = 48 * 3 * 2048 * 768
+    eight_rows = 128 * (1 - (15 / 16) ** 8)
+    assert shape.read_parameters(8) - shape.read_parameters(1) == pytest.approx((eight_rows - 8) * an_expert)
+    assert shape.read_parameters(10_000) == pytest.approx(shape.matrix_parameters)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_step_reads_the_experts_that_its_rows_choose(rows: int) -> None:
+    parts = RooflineStepTimes(QWEN3_30B_A3B, ideal()).parts(decode(rows, 0))
+    read_s = 2 * QWEN3_30B_A3B.read_parameters(rows) / ideal().memory_bandwidth
+    assert read_s <= parts.gemms <= 1.05 * read_s  # activations
+
+
+def test_a_long_prompt_multiplies_with_the_chosen_experts() -> None:
+    parts = RooflineStepTimes(QWEN3_30B_A3B, ideal()).parts(prefill(65536))
+    flops = 2.0 * 65536 * QWEN3_30B_A3B.active_parameters
+    assert parts.gemms == pytest.approx(flops / ideal().flops["bfloat16"], rel=0.01)
+
+
+def test_columns_of_experts_must_be_divided_by_the_ranks() -> None:
+    QWEN3_30B_A3B.check_tp(4)
+    with pytest.raises(ConfigError, match=r"^--tp: 768 columns of an expert of qwen3-30b-a3b cannot be divided"):
+        replace(QWEN3_30B_A3B, num_heads=40, num_kv_heads=5).check_tp(5)
 
 
 # ---------------------------------------------------------------- measured times
