@@ -260,11 +260,17 @@ def _experts(model: GgufModel, tensors: Mapping[str, Any], layer: int, name: str
 
 
 def _bf16(outputs: Mapping[str, Output], progress: Progress) -> Iterator[memoryview]:
-    """The bytes of all tensors in bf16, in their order. For each gigabyte a line says how far it is."""
+    """The bytes of all tensors in bf16, in their order. For each gigabyte a line says how far it is.
+
+    Raises:
+        ConfigError: a value is not finite, as with a broken scale.
+    """
     total = sum(_num_elements(output.shape) for output in outputs.values())
     done, told = 0, 0
-    for output in outputs.values():
+    for name, output in outputs.items():
         for piece in output.pieces():
+            if not np.isfinite(piece).all():
+                raise ConfigError(f"the file's tensor for {name} has a value that is not finite")
             rounded = torch.from_numpy(np.array(piece, dtype=np.float32, order="C")).to(torch.bfloat16)
             yield rounded.view(-1).view(torch.uint8).numpy().data
             done += piece.size

@@ -131,6 +131,17 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_value_that_is_not_finite_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = checkpoints.gguf_tensors()
+    tensors["blk.1.attn_q.weight"][3, 4] = np.inf
+    monkeypatch.setattr(checkpoints, "gguf_tensors", lambda: tensors)
+    checkpoints.write_gguf(tmp_path / "x.gguf")
+    with pytest.raises(
+        ConfigError, match=r"tensor for model\.layers\.1\.self_attn\.q_proj\.weight has a value that is"
+    ):
+        convert.convert_gguf(tmp_path / "x.gguf", tmp_path)
+
+
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     checkpoints.write_gguf(tmp_path / "x.gguf", pre="mystery")
     assert refusal(tmp_path, tmp_path / "x.gguf") == (

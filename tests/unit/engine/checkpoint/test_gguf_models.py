@@ -22,6 +22,7 @@ from torch import Tensor
 
 from disagg.engine.checkpoint import convert
 from disagg.engine.checkpoint.families.registry import SUPPORTED_ARCHITECTURES
+from disagg.engine.checkpoint.formats.reader import FP4_VALUES
 from disagg.engine.checkpoint.gguf_models import GGUF_MODELS, read_config
 from disagg.proto.errors import ConfigError
 from tests.support.checkpoints import TOKENS, write_tokenizer
@@ -427,13 +428,34 @@ def test_what_a_file_asks_for_and_is_not_known_is_refused(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "IQ4_XS")
+def five_bits(blocks: np.ndarray[Any, Any], *, has_minimum: bool) -> Tensor:
+    """Q5_0 and Q5_1 by the definition of ggml: scale, perhaps a minimum, 32 highest bits, 16 bytes of lower ones."""
+    data = torch.from_numpy(blocks).view(-1, blocks.shape[-1])
+    start = 4 if has_minimum else 2
+    scale = data[:, :2].contiguous().view(torch.float16).float()
+    high = (data[:, start : start + 4, None].int() >> torch.arange(8, dtype=torch.int32) & 1).flatten(1)
+    low = torch.cat([data[:, start + 4 :] & 15, data[:, start + 4 :] >> 4], dim=1).int()
+    numbers = (low + 16 * high).float()
+    if has_minimum:
+        return numbers * scale + data[:, 2:4].contiguous().view(torch.float16).float()
+    return (numbers - 16) * scale
+
+
+def microscaling(blocks: np.ndarray[Any, Any]) -> Tensor:
+    """MXFP4 of ggml: an exponent, then 16 bytes of numbers 0 to 15 in their lower, 16 to 31 in their higher bits."""
+    data = torch.from_numpy(blocks).view(-1, blocks.shape[-1])
+    codes = torch.cat([data[:, 1:] & 15, data[:, 1:] >> 4], dim=1).long()
+    values = torch.tensor(FP4_VALUES, dtype=torch.float64)[codes] * 2.0 ** (data[:, :1].double() - 127)
+    return values.float()
+
+
+TYPES = ("MXFP4", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "IQ4_XS")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # random scales may be infinite
 @pytest.mark.parametrize("name", TYPES)
 def test_numbers_of_each_type_are_those_of_another_implementation(tmp_path: Path, name: str) -> None:
-    """Random blocks, read as a conversion does, beside the dequantizer of transformers."""
+    """Random blocks, read as a conversion does, beside the dequantizer of transformers, or the definition."""
     from transformers.integrations.gguf.dequant import dequantize
 
     kind = gguf.GGMLQuantizationType[name]
@@ -450,5 +472,10 @@ def test_numbers_of_each_type_are_those_of_another_implementation(tmp_path: Path
     output = outputs["model.layers.0.mlp.up_proj.weight"]
     assert output.shape == (6, 512)
     found = torch.from_numpy(np.concatenate(list(output.pieces())))
-    expected = dequantize(torch.from_numpy(blocks).flatten(), int(kind)).view(6, 512)
+    if name.startswith("Q5_") and name != "Q5_K":
+        expected = five_bits(blocks, has_minimum=name == "Q5_1").view(6, 512)
+    elif name == "MXFP4":
+        expected = microscaling(blocks).view(6, 512)
+    else:
+        expected = dequantize(torch.from_numpy(blocks).flatten(), int(kind)).view(6, 512)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, equal_nan=True)
