@@ -187,6 +187,7 @@ FAMILY_KINDS = {
             },
         },
     ),
+    "exaone4": _Kind("Exaone4", {**_FOUR, "sliding_window": 16, "rope_parameters": {"rope_theta": 500.0}}),
     "mistral_window": _Kind("Mistral", {"sliding_window": 16}),
     "ministral": _Kind("Ministral", {"head_dim": 16, "sliding_window": 16, "layer_types": [_SLIDING, _FULL, _SLIDING]}),
     "ministral3": _Kind(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from disagg.engine.checkpoint.families.exaone import EXAONE_4
 from disagg.engine.checkpoint.families.family import Family, refuse_unread
 from disagg.engine.checkpoint.families.gemma import GEMMA_2, GEMMA_3
 from disagg.engine.checkpoint.families.glm_moe import GLM_4_MOE
@@ -38,6 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     PHI_3,
     GRANITE,
     OLMO_3,
+    EXAONE_4,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,

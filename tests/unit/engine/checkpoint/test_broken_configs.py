@@ -37,6 +37,7 @@ NAMES = {
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma3_images": "Gemma3ForConditionalGeneration",
@@ -121,6 +122,16 @@ def test_what_is_changed_below_is_right(tmp_path: Path, family: str) -> None:
             "qwen2",
             {"layer_types": [SLIDING] * 4},
             "there are layers with a window (`layer_types`), but it has no width",
+        ),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLLG"},
+            "`sliding_window_pattern` must be a whole number of at least 1, not",
+        ),
+        (
+            "exaone4",
+            {"sliding_window": None, "layer_types": [SLIDING] * 4},
+            "there are layers with a window (`layer_types",
         ),
         ("qwen3", {"max_window_layers": -1}, "`max_window_layers` must be a whole number of at least 0, not -1"),
         (
