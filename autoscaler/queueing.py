@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from disagg.autoscaler.transfer import exposed_s
+from disagg.autoscaler.transfer import KvBytes, exposed_s
 from disagg.step_times.interface import LinkTimes, StepTimes, StepWork, chunks_s, decode_s, prefill_s
 
 AVERAGED = 0.74
@@ -336,7 +336,7 @@ class Decoding:
 
 
 def decode_estimate(
-    load: Load, prefill: WorkerModel, decode: WorkerModel, num_decode: int, kv_bytes_per_token: float, link: LinkTimes
+    load: Load, prefill: WorkerModel, decode: WorkerModel, num_decode: int, kv_bytes: KvBytes, link: LinkTimes
 ) -> Decoding | None:
     """The estimate for a decode pool that gets its sequences from workers like `prefill`; None where it cannot serve
     the rate."""
@@ -346,7 +346,7 @@ def decode_estimate(
     shared = sharing(load.rate_per_s, max(work, 1e-9), num_decode, most, lambda batch: decode.token_s(batch, context))
     if shared is None:
         return None
-    exposed = _mean([_exposed_s(kind, prefill, kv_bytes_per_token, link) for kind in load.kinds])
+    exposed = _mean([_exposed_s(kind, prefill, kv_bytes, link) for kind in load.kinds])
     return Decoding(
         tpot_share=_tpot_share(load, shared, exposed, 0.0, 0.0),
         full=shared.full,
@@ -362,12 +362,12 @@ def disaggregated(
     num_prefill: int,
     decode: WorkerModel,
     num_decode: int,
-    kv_bytes_per_token: float,
+    kv_bytes: KvBytes,
     link: LinkTimes,
 ) -> Estimate:
     """The estimate for a prefill pool and a decode pool."""
     computed = prefill_estimate(load, prefill, num_prefill)
-    decoding = decode_estimate(load, prefill, decode, num_decode, kv_bytes_per_token, link)
+    decoding = decode_estimate(load, prefill, decode, num_decode, kv_bytes, link)
     if computed is None or decoding is None:
         return overloaded(_overload(load, prefill, num_prefill, decode, num_decode))
     ttft_share, mean_ttft_s, utilization = computed
@@ -381,10 +381,10 @@ def disaggregated(
     )
 
 
-def _exposed_s(kind: Lengths, prefill: WorkerModel, kv_bytes_per_token: float, link: LinkTimes) -> float:
+def _exposed_s(kind: Lengths, prefill: WorkerModel, kv_bytes: KvBytes, link: LinkTimes) -> float:
     seconds = prefill.prompt_s(kind)
     num_chunks = -(-kind.computed // prefill.token_budget)
-    return exposed_s(kv_bytes_per_token * kind.prompt, seconds, num_chunks, link)
+    return exposed_s(kv_bytes(kind.prompt), seconds, num_chunks, link)
 
 
 def _overload(load: Load, prefill: WorkerModel, num_prefill: int, decode: WorkerModel, num_decode: int) -> float:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from disagg.autoscaler import queueing
 from disagg.autoscaler.policy import PoolLimits, pool_of
 from disagg.autoscaler.queueing import Decoding, Estimate, Lengths, WorkerModel
+from disagg.autoscaler.transfer import KvBytes
 from disagg.proto.autoscaling import LoadReport, WorkerSample
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import StepCoefficients
@@ -79,7 +80,7 @@ class Service:
         self._since_s: dict[tuple[WorkerId, Incarnation], float] = {}
         self.models: dict[str, WorkerModel] = {}
         self.link = LinkTimes(bandwidth_bytes_per_s=1e10, latency_s=1e-4)
-        self.bytes_per_token = 0
+        self.kv_bytes: KvBytes = lambda num_tokens: 0
         self._chosen: dict[str, tuple[object, ...]] = {}
         self._is_warm: dict[str, bool] = {}
 
@@ -94,7 +95,7 @@ class Service:
                 by_pool.setdefault(pool_of(sample.worker_id), []).append(sample)
         changed = [self._take_pool(pool, workers, now) for pool, workers in by_pool.items()]
         if samples:
-            self.bytes_per_token = samples[0].bytes_per_token
+            self.kv_bytes = samples[0].kv_layout.bytes_of
             report = next(iter(reports.values()))
             self.link = LinkTimes(
                 bandwidth_bytes_per_s=1.0 / max(1e-15, report.link_byte_s), latency_s=max(0.0, report.link_latency_s)
@@ -167,7 +168,7 @@ class Sizing:
         max_utilization: float,
     ) -> None:
         self._models = dict(service.models)
-        self._link, self._bytes_per_token = service.link, service.bytes_per_token
+        self._link, self._kv_bytes = service.link, service.kv_bytes
         self._kinds = kinds
         self._limits = limits
         self._goal = goal
@@ -285,7 +286,7 @@ class Sizing:
                 self._models[prefill],
                 self._models[decode],
                 count,
-                self._bytes_per_token,
+                self._kv_bytes,
                 self._link,
             )
         return self._decode[key]

@@ -13,6 +13,9 @@ from disagg.step_times.interface import LinkTimes
 PrefillTimes = Callable[[int], float]
 """Seconds to compute a prompt, by its number of tokens."""
 
+KvBytes = Callable[[int], float]
+"""Bytes of KV that are sent of a prompt, by its number of tokens."""
+
 
 def transfer_s(num_bytes: float, link: LinkTimes) -> float:
     """Seconds of the whole transfer, without any overlap."""
@@ -32,12 +35,12 @@ def bandwidth_to_hide(num_bytes: float, prefill_s: float) -> float:
     return num_bytes / prefill_s
 
 
-def hidden_from(kv_bytes_per_token: float, prefill_s: PrefillTimes, link: LinkTimes, max_tokens: int) -> int | None:
+def hidden_from(kv_bytes: KvBytes, prefill_s: PrefillTimes, link: LinkTimes, max_tokens: int) -> int | None:
     """The shortest prompt, in tokens, from which on up to `max_tokens` the transfer takes no longer than the prefill;
     None where the transfer of the longest prompt takes longer."""
 
     def hidden(tokens: int) -> bool:
-        return transfer_s(kv_bytes_per_token * tokens, link) <= prefill_s(tokens)
+        return transfer_s(kv_bytes(tokens), link) <= prefill_s(tokens)
 
     if not hidden(max_tokens):
         return None

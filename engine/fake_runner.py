@@ -92,7 +92,7 @@ class FakeModelRunner(ModelRunner):
         self.shard = shard
         self.tp = shard.size
         self.warm_up = WarmUp()
-        self.layout = KvLayout(
+        self.layout = KvLayout.dense(
             num_layers=1,
             num_kv_heads=num_kv_heads,
             head_dim=1,
@@ -196,7 +196,7 @@ class FakeModelRunner(ModelRunner):
         """Copy this rank's heads of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of
         each slice."""
         blocks, offsets = self._slots(block_table, start, end)
-        slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
+        slices = heads_to_send(self.layout.groups[0].num_heads, self.shard, peer_tp)
         checksums: list[int] = []
         for heads, words_2HT in _payloads(out, slices, end - start):
             words_2HT[...] = self._pages_2HNB[:, heads][:, :, blocks, offsets]
@@ -206,7 +206,7 @@ class FakeModelRunner(ModelRunner):
     def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
         """Copy this rank's heads of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent."""
         blocks, offsets = self._slots(block_table, start, end)
-        slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
+        slices = heads_to_receive(self.layout.groups[0].num_heads, self.shard, peer_tp)
         for heads, words_2HT in _payloads(data, slices, end - start):
             self._pages_2HNB[:, heads][:, :, blocks, offsets] = words_2HT
 

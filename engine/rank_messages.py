@@ -125,24 +125,26 @@ class OpenPair(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SendPart(Message, frozen=True, kw_only=True, tag=True):
-    """Send this rank's slices of `num_tokens` tokens from a staging buffer."""
+    """Send this rank's slices from a staging buffer."""
 
     call: int
     pair_name: str
     buffer: int
     buffer_bytes: int
     """Size of the part, which is made here where the gather into it was refused: the peer waits for its bytes."""
-    num_tokens: int
+    head_bytes: int
+    """Bytes of each head."""
 
 
 class ReceivePart(Message, frozen=True, kw_only=True, tag=True):
-    """Receive this rank's slices of `num_tokens` tokens into a staging buffer; `Done.checksums` has one for each."""
+    """Receive this rank's slices into a staging buffer; `Done.checksums` has one for each."""
 
     call: int
     pair_name: str
     buffer: int
     buffer_bytes: int
-    num_tokens: int
+    head_bytes: int
+    """Bytes of each head."""
 
 
 class ClosePair(Message, frozen=True, kw_only=True, tag=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.messages import Message, StepCoefficients
+from disagg.proto.messages import KvLayout, Message, StepCoefficients
 
 MAX_REQUEST_SAMPLES = 256
 """Largest number of requests in one report: the latest ones."""
@@ -38,7 +38,7 @@ class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_size: int
     max_num_seqs: int
     token_budget: int
-    bytes_per_token: int
+    kv_layout: KvLayout
     num_running: int = 0
     num_waiting: int = 0
     blocks_used: int = 0

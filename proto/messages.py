@@ -227,16 +227,73 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     computes from the prefill worker's KV."""
 
 
-class KvLayout(Message, frozen=True, kw_only=True):
-    """The shape of one token's KV, which both ends of a transfer must share."""
+class CacheGroup(Message, frozen=True, kw_only=True):
+    """Layers whose KV is kept alike: one tensor, one pool of blocks and one block table of each sequence."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    kind: Literal["full", "window"] = "full"
+    """`full`: the KV of all tokens is kept; `window`: of the last `window` tokens."""
+    layers: tuple[int, ...]
+    """Numbers of the model's layers, ascending."""
+    num_heads: int
+    """Number of KV heads; 1 for latent attention."""
+    key_dim: int
+    value_dim: int
+    """Width of a head's values; 0 where they are the first `value_prefix` columns of its keys."""
+    value_prefix: int = 0
     dtype: str
     """A torch dtype name such as `bfloat16`, or `fake`."""
     bytes_per_token: int
-    """Bytes of one token's KV: all layers, K and V."""
+    """Bytes of one token's KV in all layers of the group."""
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0 for a full group."""
+
+    def kept_from(self, num_tokens: int, block_size: int = 16) -> int:
+        """The first token whose KV is kept, and handed over, once `num_tokens` tokens are computed: in whole blocks
+        all that the next token attends to, and all that the last full block needs to be a resume point."""
+        if not self.window:
+            return 0
+        return max(0, num_tokens // block_size - -(-self.window // block_size)) * block_size
+
+    def bytes_of(self, num_tokens: int, cached: int = 0) -> int:
+        """The group's part of `KvLayout.bytes_of`."""
+        first = max(cached, self.kept_from(num_tokens)) if self.window else cached
+        return (num_tokens - first) * self.bytes_per_token
+
+
+class KvLayout(Message, frozen=True, kw_only=True):
+    """The shape of the KV of a sequence, which both ends of a transfer must share."""
+
+    groups: tuple[CacheGroup, ...]
+    """Cache groups; the first one is full. Its blocks are what the prefix index and the router know."""
+
+    @classmethod
+    def dense(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, bytes_per_token: int
+    ) -> KvLayout:
+        """The layout of a model whose layers are all alike and attend to all tokens."""
+        group = CacheGroup(
+            layers=tuple(range(num_layers)),
+            num_heads=num_kv_heads,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            dtype=dtype,
+            bytes_per_token=bytes_per_token,
+        )
+        return cls(groups=(group,))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token more takes while no window is full: of all groups. What a prefix of some length takes is
+        `bytes_of`."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    def bytes_of(self, num_tokens: int, cached: int = 0) -> int:
+        """Bytes of the KV that is kept of a prefix of `num_tokens` tokens: what a hand-over of it sends to a worker
+        that has the first `cached` tokens."""
+        groups = self.groups
+        if len(groups) == 1:
+            return (num_tokens - cached) * groups[0].bytes_per_token
+        return sum([group.bytes_of(num_tokens, cached) for group in groups])
 
 
 class PeerRef(Message, frozen=True, kw_only=True):

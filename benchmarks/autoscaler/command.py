@@ -68,7 +68,7 @@ def cluster(mode: str, sizes: Mapping[str, int]) -> ClusterSpec:
             )
             for name, roles in MODES[mode].items()
         ],
-        kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=23_040),
+        kv_layout=KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=23_040),
         max_model_len=MAX_MODEL_LEN,
         router=RouterConfig(),
         engine="fast",

@@ -76,7 +76,7 @@ def cluster(scheduling: Scheduling, token_budget: int, max_itl_ms: float | None 
     )
     return ClusterSpec(
         pools=[PoolSpec(name="colocated", size=1, worker=worker, num_blocks=20_000, times=STEP)],
-        kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=1),
+        kv_layout=KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=1),
         max_model_len=MAX_MODEL_LEN,
         router=RouterConfig(max_queued=1 << 20, admission=False),
         sample_s=60.0,

@@ -125,7 +125,7 @@ class EngineRig:
 
     def _random_kv(self, num_tokens: int) -> Buffer:
         data = self._runner.new_staging(self._runner.layout.bytes_per_token * num_tokens)
-        if self._runner.layout.dtype == "bfloat16":
+        if self._runner.layout.groups[0].dtype == "bfloat16":
             values = torch.from_numpy(data).view(torch.bfloat16)
             values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(0)))
         else:

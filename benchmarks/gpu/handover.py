@@ -66,7 +66,7 @@ class TensorSizes:
     def layout(self) -> KvLayout:
         """Layout of the KV of one token."""
         per_layer = 2 * self.num_kv_heads * self.head_dim * getattr(torch, self.dtype).itemsize
-        return KvLayout(
+        return KvLayout.dense(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

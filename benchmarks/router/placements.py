@@ -66,7 +66,7 @@ CACHED_TURNS = 8
 
 _INCARNATION = Incarnation("1")
 _ROOT = BlockHash(b"root")
-_LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
+_LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
 _STEP = StepSample(14.0, 512, 512 * 600, 8, 8 * 1200)
 _CALIBRATION = tuple(
     StepSample(

@@ -42,7 +42,7 @@ from disagg.proto.handover import Side
 from disagg.proto.messages import KvLayout
 from tests.support.secret import SECRET
 
-LAYOUT = KvLayout(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", bytes_per_token=32 << 10)
+LAYOUT = KvLayout.dense(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", bytes_per_token=32 << 10)
 CHUNK_BYTES = 4 << 20
 IN_FLIGHT = 2
 Tp = tuple[int, int]
@@ -80,8 +80,9 @@ def _dial(connect: Connector, address: str, name: str) -> PairTransport:
 
 def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: Case) -> Callable[[], None]:
     """This rank's part of all chunks."""
-    num_tokens = CHUNK_BYTES // plan.bytes_per_token
-    part_bytes = num_tokens * sum(route.num_bytes for route in plan.routes(side, rank))
+    token_bytes = plan.groups[0].token_bytes
+    head_bytes = plan.head_bytes(CHUNK_BYTES // token_bytes * token_bytes)
+    part_bytes = head_bytes * sum(route.num_heads for route in plan.routes(side, rank))
     buffers = [np.ones(part_bytes, np.uint8) for _ in range(case.in_flight)]
 
     def start(number: int, done: Callable[[str], None]) -> None:
@@ -90,9 +91,9 @@ def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: C
 
         buffer = buffers[number % case.in_flight]
         if side == "sender":
-            channels.send(buffer, num_tokens, over)
+            channels.send(buffer, head_bytes, over)
         else:
-            channels.receive(buffer, num_tokens, over, ignore_posted)
+            channels.receive(buffer, head_bytes, over, ignore_posted)
 
     return lambda: Window(case, start).run()
 

@@ -130,7 +130,7 @@ def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
 
 def _token_bytes(runner: ModelRunner) -> int:
     """What all ranks keep of a token: KV heads that several ranks have are kept by each."""
-    return plan_pair(runner.layout, runner.tp, runner.tp).bytes_per_token
+    return plan_pair(runner.layout, runner.tp, runner.tp).groups[0].token_bytes
 
 
 class Swapper:

@@ -141,7 +141,7 @@ def clear_blocks(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
     that was never written may be faster to read than real KV."""
     num_blocks = max((_num_blocks_used(plan) for plan in plans), default=0)
     piece = -(-CLEARED_TOKENS // runner.block_size)
-    token_bytes = plan_pair(runner.layout, 1, runner.tp).bytes_per_token
+    token_bytes = plan_pair(runner.layout, 1, runner.tp).groups[0].token_bytes
     zeros = runner.new_staging(piece * runner.block_size * token_bytes)
     zeros[:] = 0
     for first in range(0, num_blocks, piece):

@@ -84,7 +84,7 @@ class RankChannels:
         self, plan: PairPlan, side: Side, rank: int, pair_name: str, open_channel: Callable[[str], PairTransport]
     ) -> None:
         self._routes = plan.routes(side, rank)
-        self._bytes_per_token = sum(route.num_bytes for route in self._routes)
+        self._num_heads = sum(route.num_heads for route in self._routes)
         self._side: Side = side
         self._rank = rank
         self._pair_name = pair_name
@@ -124,32 +124,32 @@ class RankChannels:
             channel.close()
             raise TransportError(CLOSED)
 
-    def send(self, buffer: Buffer, num_tokens: int, done: PartDone) -> None:
-        """Send this rank's slices of `num_tokens` tokens from its part of a staging buffer.
+    def send(self, buffer: Buffer, head_bytes: int, done: PartDone) -> None:
+        """Send this rank's slices, `head_bytes` bytes of each head, from its part of a staging buffer.
 
         Raises:
             ValueError: if the part is too small.
         """
-        self._check_size(buffer, num_tokens)
+        self._check_size(buffer, head_bytes)
         whole = AllOf(len(self._routes), lambda ok, error, _: done(ok, error, ()), ignore_posted, self._break)
-        for index, channel, piece in self._pieces(buffer, num_tokens, whole):
+        for index, channel, piece in self._pieces(buffer, head_bytes, whole):
             channel.send(piece, len(piece), _answer(whole, index))
 
-    def receive(self, buffer: Buffer, num_tokens: int, done: PartDone, posted: Posted) -> None:
-        """Receive this rank's slices of `num_tokens` tokens into its part of a staging buffer. `posted` as in
-        `PairTransport.recv`, when all are.
+    def receive(self, buffer: Buffer, head_bytes: int, done: PartDone, posted: Posted) -> None:
+        """Receive this rank's slices, `head_bytes` bytes of each head, into its part of a staging buffer. `posted` as
+        in `PairTransport.recv`, when all are.
 
         Raises:
             ValueError: if the part is too small.
         """
-        self._check_size(buffer, num_tokens)
+        self._check_size(buffer, head_bytes)
         whole = AllOf(
             len(self._routes),
             lambda ok, error, checksums: done(ok, error, tuple(each for of_slice in checksums for each in of_slice)),
             posted,
             self._break,
         )
-        for index, channel, piece in self._pieces(buffer, num_tokens, whole):
+        for index, channel, piece in self._pieces(buffer, head_bytes, whole):
             channel.recv(piece, len(piece), _answer(whole, index), whole.one_posted)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class RankChannels:
             self._is_breaking = True
         threading.Thread(target=self.close, name="kv-break", daemon=True).start()
 
-    def _pieces(self, buffer: Buffer, num_tokens: int, whole: AllOf) -> Iterator[tuple[int, PairTransport, Buffer]]:
+    def _pieces(self, buffer: Buffer, head_bytes: int, whole: AllOf) -> Iterator[tuple[int, PairTransport, Buffer]]:
         """Number, channel and bytes of each slice; one without a channel is answered here."""
         for index, route in enumerate(self._routes):
             with self._lock:
@@ -177,13 +177,13 @@ class RankChannels:
             if channel is None:
                 whole.one_over(index, False, CLOSED)
             else:
-                first = num_tokens * route.offset
-                yield index, channel, buffer[first : first + num_tokens * route.num_bytes]
+                first = head_bytes * route.first
+                yield index, channel, buffer[first : first + head_bytes * route.num_heads]
 
-    def _check_size(self, buffer: Buffer, num_tokens: int) -> None:
-        needed = num_tokens * self._bytes_per_token
-        if num_tokens < 0 or len(buffer) < needed:
-            raise ValueError(f"{num_tokens} tokens are {needed} bytes on rank {self._rank}, the part has {len(buffer)}")
+    def _check_size(self, buffer: Buffer, head_bytes: int) -> None:
+        needed = head_bytes * self._num_heads
+        if head_bytes < 0 or len(buffer) < needed:
+            raise ValueError(f"a payload has {needed} bytes on rank {self._rank}, the part has {len(buffer)}")
 
 
 def channel_name(pair_name: str, side: Side, rank: int, peer: int) -> str:

@@ -133,7 +133,7 @@ class GroupRunner(ModelRunner):
     def _part_bytes(self, nbytes: int) -> int:
         """The most that one rank may have of a payload. Heads are divided equally; with fewer heads than ranks, one
         rank may send, or receive, all that moves of one head."""
-        return -(-nbytes // min(self.tp, self.layout.num_kv_heads))
+        return -(-nbytes // min(self.tp, *(group.num_heads for group in self.layout.groups)))
 
     def _clear(self, number: int, part_bytes: int) -> None:
         self._followers.broadcast(ClearBuffer(buffer=number, buffer_bytes=part_bytes))
@@ -192,7 +192,7 @@ class GroupRunner(ModelRunner):
     ) -> _CopyCommand:
         """An error that every rank would find is raised before any command is sent: a copy that fails on a follower
         ends the worker, not one request."""
-        nbytes = plan.bytes_per_token * (end - start)
+        nbytes = plan.groups[0].token_bytes * (end - start)
         if buffer.nbytes < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.nbytes}")
         if len(block_table) * self.block_size < end:

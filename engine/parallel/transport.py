@@ -185,17 +185,17 @@ class GroupTransport(PairTransport):
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """`nbytes` of all ranks together."""
         whole = self._new_operation(lambda ok, error, _: done(ok, error), ignore_posted)
-        num_tokens = self._num_tokens(nbytes)
+        head_bytes = self._end.plan.head_bytes(nbytes)
         for index, rank in enumerate(self._others, start=1):
             command = SendPart(
                 call=0,
                 pair_name=self._end.pair_name,
                 buffer=buffer.number,
                 buffer_bytes=buffer.local.nbytes,
-                num_tokens=num_tokens,
+                head_bytes=head_bytes,
             )
             self._followers.call(rank, command, _answer(whole, index, rank))
-        self._channels.send(self._local(buffer), num_tokens, _local_answer(whole))
+        self._channels.send(self._local(buffer), head_bytes, _local_answer(whole))
 
     @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
@@ -205,17 +205,17 @@ class GroupTransport(PairTransport):
             done(*self._received(ok, error, checksums))
 
         whole = self._new_operation(over, posted)
-        num_tokens = self._num_tokens(nbytes)
+        head_bytes = self._end.plan.head_bytes(nbytes)
         for index, rank in enumerate(self._others, start=1):
             command = ReceivePart(
                 call=0,
                 pair_name=self._end.pair_name,
                 buffer=buffer.number,
                 buffer_bytes=buffer.local.nbytes,
-                num_tokens=num_tokens,
+                head_bytes=head_bytes,
             )
             self._followers.call(rank, command, _answer(whole, index, rank), whole.one_posted)
-        self._channels.receive(self._local(buffer), num_tokens, _local_answer(whole), whole.one_posted)
+        self._channels.receive(self._local(buffer), head_bytes, _local_answer(whole), whole.one_posted)
 
     def _received(self, ok: bool, error: str, checksums: list[Checksums]) -> tuple[bool, str, int]:
         if not ok:
@@ -230,11 +230,6 @@ class GroupTransport(PairTransport):
     def _new_operation(self, over: Callable[[bool, str, list[Checksums]], None], posted: Posted) -> AllOf:
         """Rank 0's part is number 0."""
         return AllOf(1 + len(self._others), over, posted, self._break)
-
-    def _num_tokens(self, nbytes: int) -> int:
-        num_tokens, rest = divmod(nbytes, self._end.plan.bytes_per_token)
-        assert not rest, (nbytes, self._end.plan.bytes_per_token)  # our own chunks have whole tokens, and D checks P's
-        return num_tokens
 
     def _local(self, buffer: Buffer) -> Buffer:
         return buffer.local if self._followers.size > 1 else buffer
@@ -350,7 +345,7 @@ class ShardTransports(RankTransports):
         if pair is None:
             done(False, CLOSED, ())
         else:
-            pair.channels.send(self._staging(command.buffer, command.buffer_bytes), command.num_tokens, done)
+            pair.channels.send(self._staging(command.buffer, command.buffer_bytes), command.head_bytes, done)
 
     def _receive(self, command: ReceivePart, reply: Reply, on_posted: Posted) -> None:
         done, pair = _part_done(command.call, reply), self._find(command.pair_name)
@@ -358,7 +353,7 @@ class ShardTransports(RankTransports):
             done(False, CLOSED, ())
         else:
             part = self._staging(command.buffer, command.buffer_bytes)
-            pair.channels.receive(part, command.num_tokens, done, on_posted)
+            pair.channels.receive(part, command.head_bytes, done, on_posted)
 
     def _close(self, command: ClosePair, reply: Reply) -> None:
         with self._lock:

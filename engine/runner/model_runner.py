@@ -432,7 +432,7 @@ def _warm_up_of(device: torch.device, shard: Shard, config: WorkerConfig) -> War
 
 def _warm_up_copies(runner: ModelRunner) -> None:
     """The KV of one token of block 0, out and back."""
-    buffer = runner.new_staging(plan_pair(runner.layout, runner.tp, 1).bytes_per_token)
+    buffer = runner.new_staging(plan_pair(runner.layout, runner.tp, 1).groups[0].token_bytes)
     runner.gather([0], 0, 1, buffer)
     runner.scatter([0], 0, 1, buffer)
     if runner.digests:

@@ -1,7 +1,7 @@
 """Which KV heads which rank of a prefill worker (P) sends to which rank of a decode worker (D). Pure.
 
     head_slices     all slices of a pair: a sender, a receiver, a range of heads
-    plan_pair       the same with bytes: what each rank has of a token (`PairPlan`, `Route`)
+    plan_pair       the same with bytes: what each rank has of a payload (`PairPlan`, `Route`)
     heads_to_send, heads_to_receive     one rank's slices, in its own head numbers
 
 The two workers may have different numbers of ranks. Each rank of D gets every head that it holds exactly once; where
@@ -17,10 +17,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import CacheGroup, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +77,22 @@ peer announces its own number."""
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The KV heads that this rank exchanges with rank `peer` of the other worker. For n tokens they are bytes
-    [n * offset, n * (offset + num_bytes)) of this rank's part of the staging buffer."""
+    """The KV heads that this rank exchanges with rank `peer` of the other worker. In a payload with n bytes of each
+    head they are bytes [n * first, n * (first + num_heads)) of this rank's part of the staging buffer."""
 
     peer: int
     """Rank of the other worker."""
-    offset: int
-    """Bytes of a token before it."""
-    num_bytes: int
-    """Bytes of a token."""
+    first: int
+    """Heads before it in this rank's part."""
+    num_heads: int
+
+
+class GroupBytes(NamedTuple):
+    """A cache group as the two workers of a pair exchange it."""
+
+    token_bytes: int
+    """Bytes of one token in a chunk's payload: all slices. With one rank on both sides the layout's."""
+    group: CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +101,21 @@ class PairPlan:
 
     slices: tuple[HeadSlice, ...]
     """In the order of `head_slices`."""
-    head_bytes: int
-    """Bytes of a token's KV of one head, all layers."""
+    groups: tuple[GroupBytes, ...]
+    """The cache groups. Their slices are the same."""
     sender_tp: int
     receiver_tp: int
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of all slices: what a token of a chunk's payload takes. With one rank on both sides the layout's."""
-        return self.head_bytes * heads_sent(self.slices)
+    def head_bytes(self, nbytes: int) -> int:
+        """Bytes of each head in a payload of `nbytes` bytes.
+
+        Raises:
+            ValueError: if the heads cannot be equal parts of it.
+        """
+        head_bytes, rest = divmod(nbytes, heads_sent(self.slices))
+        if rest:
+            raise ValueError(f"{nbytes} bytes are no payload of {heads_sent(self.slices)} heads")
+        return head_bytes
 
     def ranks(self, side: Side) -> tuple[int, ...]:
         """The ranks of a side that have something to send or to receive, in order."""
@@ -110,13 +124,12 @@ class PairPlan:
     def routes(self, side: Side, rank: int) -> tuple[Route, ...]:
         """The slices of a rank, in the order in which its part of the buffer holds them."""
         routes: list[Route] = []
-        offset = 0
+        first = 0
         for each in self.slices:
             if _rank(each, side) == rank:
-                num_bytes = each.num_heads * self.head_bytes
                 peer = each.receiver if side == "sender" else each.sender
-                routes.append(Route(peer, offset, num_bytes))
-                offset += num_bytes
+                routes.append(Route(peer, first, each.num_heads))
+                first += each.num_heads
         return tuple(routes)
 
     def in_order(self, side: Side, checksums: Mapping[int, Sequence[int]]) -> list[int]:
@@ -138,20 +151,28 @@ def plan_pair(layout: KvLayout, sender_tp: int, receiver_tp: int) -> PairPlan:
     """What moves between a prefill worker of `sender_tp` ranks and a decode worker of `receiver_tp`.
 
     Raises:
-        ValueError: if the heads cannot be divided among the ranks of either side; the text names `tp`.
+        ValueError: if the heads cannot be divided among the ranks of either side (the text names `tp`), or differ
+            among the groups where there are several ranks.
     """
     for side, tp in (("prefill", sender_tp), ("decode", receiver_tp)):
         if not 1 <= tp <= MAX_RANKS:
             raise ValueError(f"the {side} worker has tp {tp}; it must be from 1 to {MAX_RANKS}")
-    head_bytes, rest = divmod(layout.bytes_per_token, layout.num_kv_heads)
-    if rest:
-        raise ValueError(f"the KV of a token is {layout.bytes_per_token} bytes for {layout.num_kv_heads} heads")
+    num_heads = layout.groups[0].num_heads
+    tps = f"tp {sender_tp} (prefill) and tp {receiver_tp} (decode)"
+    if max(sender_tp, receiver_tp) > 1 and any(group.num_heads != num_heads for group in layout.groups):
+        raise ValueError(f"{tps} do not go with cache groups of different numbers of KV heads")
     try:
-        slices = head_slices(layout.num_kv_heads, sender_tp, receiver_tp)
+        slices = head_slices(num_heads, sender_tp, receiver_tp)
     except ValueError as error:
-        text = f"tp {sender_tp} (prefill) and tp {receiver_tp} (decode) do not go with {layout.num_kv_heads} KV heads"
-        raise ValueError(f"{text}: {error}") from error
-    return PairPlan(slices, head_bytes, sender_tp, receiver_tp)
+        raise ValueError(f"{tps} do not go with {num_heads} KV heads: {error}") from error
+    groups = []
+    for group in layout.groups:
+        head_bytes, rest = divmod(group.bytes_per_token, group.num_heads)
+        if rest:
+            raise ValueError(f"the KV of a token is {group.bytes_per_token} bytes for {group.num_heads} heads")
+        sent = heads_sent(slices) if group.num_heads == num_heads else group.num_heads
+        groups.append(GroupBytes(head_bytes * sent, group))
+    return PairPlan(slices, tuple(groups), sender_tp, receiver_tp)
 
 
 def _rank(each: HeadSlice, side: Side) -> int:

@@ -138,7 +138,7 @@ class RouterPairChecker(PairChecker):
         computed, moved = trace.stages.get("first_token"), trace.stages.get("kv_transfer")
         return PairCheckResult(
             kv_bytes=trace.kv_bytes,
-            expected_bytes=request.num_prompt_tokens * prefill.kv_layout.bytes_per_token,
+            expected_bytes=prefill.kv_layout.bytes_of(request.num_prompt_tokens),
             exposed_s=0.0 if computed is None or moved is None else max(0.0, moved - computed),
             transport=trace.transport,
         )

@@ -53,7 +53,7 @@ def _worker(worker: WorkerView) -> WorkerSample:
         block_size=info.block_size,
         max_num_seqs=info.max_num_seqs,
         token_budget=info.token_budget,
-        bytes_per_token=info.kv_layout.bytes_per_token,
+        kv_layout=info.kv_layout,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         blocks_used=load.blocks_active + load.blocks_reserved,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import Load, PeerRef, StepCoefficients, WorkerInfo, WorkerReport
+from disagg.proto.messages import KvLayout, Load, PeerRef, StepCoefficients, WorkerInfo, WorkerReport
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
 from disagg.step_times.pace import slack_ms, tokens_left
@@ -69,8 +69,7 @@ class Worker:
     is_for_prompts: bool = field(init=False)
     """Whether it computes prompts from the queue (P, or both roles and not split off)."""
     num_blocks: int = field(init=False)
-    bytes_per_token: int = field(init=False)
-    """Bytes of one token's KV."""
+    kv_layout: KvLayout = field(init=False)
 
     # What `refresh` keeps up to date.
     outstanding_tokens: int = 0
@@ -155,7 +154,7 @@ class Worker:
         self.decodes = "decode" in info.roles
         self.is_for_prompts = not (decodes_only(info) or self.is_split_off)
         self.num_blocks = info.num_blocks
-        self.bytes_per_token = info.kv_layout.bytes_per_token
+        self.kv_layout = info.kv_layout
         self._take_load()
         self.refresh()
 

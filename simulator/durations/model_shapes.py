@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+from disagg.engine.cache_groups import LayerKv, layout_of
 from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, ModelConfig
 from disagg.proto.errors import ConfigError
+from disagg.proto.messages import KvLayout
 
 _Number = TypeVar("_Number", int, float)
 
@@ -58,6 +60,9 @@ class ModelShape:
     """Number of norms over the hidden size."""
     sinks: bool = False
     experts: ExpertsShape | None = None
+    windows: tuple[int, ...] = ()
+    """Tokens that a token attends to in each layer, itself included, 0 for all before it; empty where no layer has a
+    window."""
 
     @property
     def q_size(self) -> int:
@@ -110,9 +115,15 @@ class ModelShape:
         found = self.matrix_parameters + self.num_layers * layer + embeddings + self.hidden_size
         return found if self.experts is None else found + self.experts.vector_parameters(self.hidden_size)
 
+    def kv_layout(self, kv_dtype: str = "bfloat16") -> KvLayout:
+        """What is kept of the keys and values of a sequence, counted once for all ranks."""
+        windows = self.windows or (0,) * self.num_layers
+        layers = [LayerKv(window, self.num_kv_heads, self.head_dim, self.head_dim) for window in windows]
+        return layout_of(layers, kv_dtype, DTYPE_BYTES[kv_dtype])
+
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
-        """Bytes of the keys and values of one token in all layers, counted once for all ranks."""
-        return int(2 * self.num_layers * self.kv_size * DTYPE_BYTES[kv_dtype])
+        """Bytes of the keys and values of one token in all layers. What a prefix takes is `kv_layout().bytes_of`."""
+        return self.kv_layout(kv_dtype).bytes_per_token
 
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads that each of `tp` ranks holds. With fewer heads than ranks, neighbouring ranks hold the same one."""

@@ -286,8 +286,8 @@ class ExactEngine(ABC):
         return gap_s
 
     def _take_copy_s(self) -> float:
-        num_tokens, self._runner.num_copied_tokens = self._runner.num_copied_tokens, 0
-        return num_tokens * self._runner.layout.bytes_per_token * self._world.overheads.copy_byte_s
+        num_bytes, self._runner.num_copied_bytes = self._runner.num_copied_bytes, 0
+        return num_bytes * self._world.overheads.copy_byte_s
 
     def _tell(self, happened: list[Event]) -> None:
         """Pass events of the engine to the roles and the gateway."""

@@ -47,8 +47,8 @@ class TimedRunner(ModelRunner):
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
-        self.num_copied_tokens = 0
-        """Number of tokens whose KV was copied out of the cache or into it."""
+        self.num_copied_bytes = 0
+        """Bytes of KV that were copied out of the cache or into it."""
 
     def timed(self, plan: StepPlan) -> StepSample:
         """The work of the step, with its predicted time."""
@@ -96,14 +96,14 @@ class TimedRunner(ModelRunner):
 
     @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
-        """Count the tokens that are copied out of the cache."""
-        self.num_copied_tokens += end - start
+        """Count the bytes that are copied out of the cache."""
+        self.num_copied_bytes += self.layout.bytes_of(end, start)
         return 0
 
     @override
     def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
-        """Count the tokens that are copied into the cache."""
-        self.num_copied_tokens += end - start
+        """Count the bytes that are copied into the cache."""
+        self.num_copied_bytes += self.layout.bytes_of(end, start)
 
 
 class _Stopwatch(TimedRunner):

@@ -55,7 +55,7 @@ class FastEngine(ABC):
         self._slack = FastSlack(config, info) if config.scheduling == "slack" else None
         self._blocks = self._room.blocks
         self._max_model_len = info.max_model_len
-        self._bytes_per_token = info.kv_layout.bytes_per_token
+        self._kv_layout = info.kv_layout
         self._scheduler = FastScheduler(
             world,
             config,

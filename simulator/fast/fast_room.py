@@ -71,6 +71,7 @@ class FastSequence:
         "order",
         "other",
         "own",
+        "peer_cached",
         "phase",
         "promised",
         "queue_s",
@@ -131,6 +132,8 @@ class FastSequence:
         """Number of tokens that its first decode step attends to."""
         self.end_at = 0
         """The count of decode steps at which its answer ends."""
+        self.peer_cached = 0
+        """P: leading tokens that D has."""
         self.next_kv_token = 0
         """P: the first token whose KV is neither on D nor on its way."""
         self.kv_bytes = 0

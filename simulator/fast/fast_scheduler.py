@@ -77,10 +77,10 @@ class FastScheduler:
         self._block_size = info.block_size
         self._max_model_len = info.max_model_len
         self._max_num_seqs = config.num_places
-        bytes_per_token = info.kv_layout.bytes_per_token
-        self._copy_token_s = bytes_per_token * world.overheads.copy_byte_s
+        self._kv_layout = info.kv_layout
+        self._copy_byte_s = world.overheads.copy_byte_s
         self._slot_tokens = slot_tokens_for(info.block_size)
-        self._swap_slots = config.swap_bytes // (self._slot_tokens * bytes_per_token)
+        self._swap_slots = config.swap_bytes // info.kv_layout.bytes_of(self._slot_tokens)
         self.sequences: dict[AttemptKey, FastSequence] = {}
         self.num_waiting = 0
         self.num_reserved = 0
@@ -290,7 +290,9 @@ class FastScheduler:
         if sequence.queue_s is None:
             sequence.queue_s = self._loop.now - sequence.arrival
         if sequence.swapped:
-            self.copy_s += max(0, sequence.swapped - sequence.computed) * self._copy_token_s
+            if sequence.swapped > sequence.computed:
+                num_bytes = self._kv_layout.bytes_of(sequence.swapped, sequence.computed)
+                self.copy_s += num_bytes * self._copy_byte_s
             sequence.computed = sequence.swapped
             self._give_back_swap(sequence)
             self._room.publish(sequence)
@@ -408,7 +410,7 @@ class FastScheduler:
         if is_decoding and slots <= self._swap_slots:
             self._swap_slots -= slots
             sequence.swapped = sequence.computed
-            self.copy_s += sequence.computed * self._copy_token_s
+            self.copy_s += self._kv_layout.bytes_of(sequence.computed) * self._copy_byte_s
         elif "prefill" not in self._config.roles:
             sequence.phase = "held"
             self._end(sequence, "preempted", "the KV blocks went to a sequence that is ahead")

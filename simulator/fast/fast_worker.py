@@ -46,7 +46,8 @@ class FastWorker(FastEngine):
 
     def __init__(self, world: Surroundings, config: WorkerConfig, info: WorkerInfo, times: StepTimes) -> None:
         super().__init__(world, config, info, times)
-        self._chunk_tokens = tokens_per_chunk(config.transfer.chunk_bytes, self._bytes_per_token)
+        self._full_token_bytes = sum(group.bytes_per_token for group in info.kv_layout.groups if not group.window)
+        self._chunk_tokens = tokens_per_chunk(config.transfer.chunk_bytes, self._full_token_bytes)
         self._lanes: dict[FastWorker, deque[tuple[int, Callable[[], None]]]] = {}
         self._pending_prompts = PendingPrompts()
         self._tokens: list[TokenOut] = []
@@ -211,7 +212,7 @@ class FastWorker(FastEngine):
         sequence = None if self.is_dead else self._sequences.get(key)
         if sequence is None:
             return
-        sequence.next_kv_token = cached_tokens
+        sequence.next_kv_token = sequence.peer_cached = cached_tokens
         sequence.alloc_wait_s = self._loop.now - sequence.arrival
         sequence.arrival = self._loop.now
         self._post(self._add, sequence)
@@ -244,7 +245,10 @@ class FastWorker(FastEngine):
         sequence.next_kv_token += num_tokens
         if sequence.transfer_began is None:
             sequence.transfer_began = self._loop.now
-        nbytes = num_tokens * self._bytes_per_token
+        nbytes = num_tokens * self._full_token_bytes
+        if is_complete:  # windows are sent at the end
+            computed, cached = sequence.computed, sequence.peer_cached
+            nbytes += self._kv_layout.bytes_of(computed, cached) - (computed - cached) * self._full_token_bytes
         sequence.kv_bytes += nbytes
         self._scheduler.copy_s += nbytes * self._world.overheads.copy_byte_s
         message_s = self._world.overheads.message_s

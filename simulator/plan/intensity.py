@@ -46,8 +46,14 @@ def prefill_flops(model: ModelShape, tokens: int, before: int = 0) -> float:
 def decode_intensity(model: ModelShape, batch: int, context: float, precision: Precision = BF16) -> float:
     """FLOP per byte of weights and KV."""
     weights = _weight_bytes(model, batch, precision)
-    kv = batch * context * model.kv_bytes_per_token(precision.kv_dtype)
+    kv = batch * _read_bytes(model, context, precision)
     return decode_flops(model, batch, context) / (weights + kv)
+
+
+def _read_bytes(model: ModelShape, context: float, precision: Precision) -> float:
+    """Bytes of the KV that a token attends to, behind `context` tokens."""
+    groups = model.kv_layout(precision.kv_dtype).groups
+    return sum([min(context, group.window or context) * group.bytes_per_token for group in groups])
 
 
 def prefill_intensity(model: ModelShape, tokens: int, precision: Precision = BF16) -> float:

@@ -17,7 +17,7 @@ from disagg.loadtests.verdict.goodput import meets, meets_tpot, meets_ttft
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import Outline, OutlinedRequest, RandomWorkload, outline
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import KvLayout, RoleName
+from disagg.proto.messages import RoleName
 from disagg.router.config import RouterConfig
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.plan.load import Load
@@ -71,13 +71,7 @@ class SimulatedJudge:
             pools = [self._pool("prefill", prefill, ("prefill",)), self._pool("decode", decode, ("decode",))]
         return ClusterSpec(
             pools=pools,
-            kv_layout=KvLayout(
-                num_layers=model.num_layers,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=precision.kv_dtype,
-                bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype),
-            ),
+            kv_layout=model.kv_layout(precision.kv_dtype),
             max_model_len=model.max_positions,
             router=RouterConfig(max_queued=_MAX_QUEUED, admission=False),
             link=site.link,

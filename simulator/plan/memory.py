@@ -106,7 +106,7 @@ def check_fits(
     widest = max(tps)
     needed = weight_bytes(model, precision) / GB
     there = widest * MEMORY_SHARE * device.memory_bytes / GB
-    kv = num_tokens * model.kv_bytes_per_token(precision.kv_dtype) / GB
+    kv = model.kv_layout(precision.kv_dtype).bytes_of(num_tokens) / GB
     raise ConfigError(
         f"--device: {model.name} takes {needed:.1f} GB of weights and {kv:.1f} GB of KV for one sequence of "
         f"{num_tokens} tokens; {widest} x {device.name} have {there:.1f} GB for both. Try a larger device, "

@@ -200,7 +200,7 @@ class Planner:
             prefill.num_workers,
             decoder,
             decode.num_workers,
-            site.model.kv_bytes_per_token(site.precision.kv_dtype),
+            site.model.kv_layout(site.precision.kv_dtype).bytes_of,
             site.link,
         )
 

@@ -76,7 +76,7 @@ def facts_of(planner: Planner) -> Facts:
     widths = tuple(_width(planner, tp, prompt, output, budget) for tp in planner.tps)
     first = widths[0]
     times = planner.worker(first.tp, budget).times
-    kv_bytes = float(model.kv_bytes_per_token(precision.kv_dtype) * prompt)
+    kv_bytes = float(model.kv_layout(precision.kv_dtype).bytes_of(prompt))
     num_chunks = -(-prompt // budget)
 
     def prompt_s(tokens: int) -> float:
@@ -114,8 +114,8 @@ def facts_of(planner: Planner) -> Facts:
 
 
 def _hidden_from(site: Site, prompt_s: Any, link: LinkTimes) -> int | None:
-    per_token = site.model.kv_bytes_per_token(site.precision.kv_dtype)
-    return hidden_from(per_token, prompt_s, link, min(site.model.max_positions, 1 << 15))
+    layout = site.model.kv_layout(site.precision.kv_dtype)
+    return hidden_from(layout.bytes_of, prompt_s, link, min(site.model.max_positions, 1 << 15))
 
 
 def _width(planner: Planner, tp: int, prompt: int, output: int, budget: int) -> WidthFacts:

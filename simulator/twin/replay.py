@@ -57,7 +57,7 @@ def spec_of(load: Load, decodes: Decodes) -> ClusterSpec:
     workers = load.workers
     return ClusterSpec(
         pools=[_pool(number, worker) for number, worker in enumerate(workers)],
-        kv_layout=KvLayout(
+        kv_layout=KvLayout.dense(
             num_layers=1,
             num_kv_heads=1,
             head_dim=1,

@@ -14,7 +14,7 @@ from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.proto.messages import KvLayout
 from tests.support.secret import checksum as keyed
 
-LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, dtype="float32", bytes_per_token=4 * 2 * 2 * 64 * 4)
+LAYOUT = KvLayout.dense(num_layers=4, num_kv_heads=2, head_dim=64, dtype="float32", bytes_per_token=4 * 2 * 2 * 64 * 4)
 BLOCK_SIZE = 16
 NUM_CHUNKS = 3 * host_staging.MAX_PIECES
 CHUNK_TOKENS = 32

@@ -35,7 +35,7 @@ def make_info(
     config_hash: str = "",
 ) -> WorkerInfo:
     """What a worker registers; its incarnation is `name.incarnation`."""
-    layout = KvLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
+    layout = KvLayout.dense(num_layers=num_layers, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
     return WorkerInfo(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}.{incarnation}"),

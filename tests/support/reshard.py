@@ -63,14 +63,14 @@ def noise(num_kv_heads: int) -> U32:
 
 def fill(runner: FakeModelRunner) -> None:
     """Give a rank of P its heads of the noise."""
-    heads = runner.shard.kv_heads(runner.layout.num_kv_heads)
-    runner._pages_2HNB[...] = noise(runner.layout.num_kv_heads)[:, heads.start : heads.stop]
+    heads = runner.shard.kv_heads(runner.layout.groups[0].num_heads)
+    runner._pages_2HNB[...] = noise(runner.layout.groups[0].num_heads)[:, heads.start : heads.stop]
 
 
 def arrived(runner: FakeModelRunner, tokens: range) -> U32:
     """What the pages of a rank of D must hold when exactly `tokens` came over from P."""
-    heads = runner.shard.kv_heads(runner.layout.num_kv_heads)
-    source = noise(runner.layout.num_kv_heads)[:, heads.start : heads.stop]
+    heads = runner.shard.kv_heads(runner.layout.groups[0].num_heads)
+    source = noise(runner.layout.groups[0].num_heads)[:, heads.start : heads.stop]
     pages = np.full_like(runner._pages_2HNB, UNWRITTEN)
     for token in tokens:
         block, offset = divmod(token, BLOCK_SIZE)
@@ -224,7 +224,7 @@ class Pair:
         (self.receiving,) = made
 
     def nbytes(self, tokens: range) -> int:
-        return len(tokens) * self.plan.bytes_per_token
+        return len(tokens) * self.plan.groups[0].token_bytes
 
     def gather(self, tokens: range) -> tuple[Buffer, int]:
         """P's copy of these tokens, and its checksum."""

@@ -36,7 +36,7 @@ from tests.support.secret import SECRET
 
 GATEWAY = GatewayId("gateway")
 BYTES_PER_TOKEN = 8
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=BYTES_PER_TOKEN)
+LAYOUT = KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=BYTES_PER_TOKEN)
 WAIT_S = 60.0
 C = TypeVar("C")
 

@@ -65,7 +65,7 @@ from disagg.router.workers.prefix_index import PrefixIndex
 
 FINGERPRINT = "model-a"
 ROOT = root_hash(FINGERPRINT)
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=64)
+LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=64)
 PLAIN = RouterConfig(local_prefill="never", policy="least_loaded", migrations=0)
 """Transcripts of anything but placement use this, so that they do not depend on predicted times."""
 MOVING = RouterConfig(local_prefill="never", policy="least_loaded", migrations=2)

@@ -159,7 +159,7 @@ class _IdleWorker:
             pid=os.getpid(),
             start_id=self._start.start_id,
             fingerprint="idle",
-            kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
+            kv_layout=KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
             num_blocks=1024,
             block_size=16,
             max_num_seqs=64,

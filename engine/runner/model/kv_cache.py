@@ -28,7 +28,7 @@ from disagg.proto.messages import KvLayout
 def kv_layout(config: ModelConfig, dtype: str) -> KvLayout:
     """The shape of one token's KV; `dtype` is a torch dtype name."""
     element_bytes = getattr(torch, dtype).itemsize
-    return KvLayout(
+    return KvLayout.dense(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -55,8 +55,8 @@ def count_blocks(
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         return num_blocks
-    head_bytes = layout.bytes_per_token // layout.num_kv_heads * block_size
-    block_bytes = head_bytes * len(shard.kv_heads(layout.num_kv_heads))
+    head_bytes = layout.bytes_per_token // layout.groups[0].num_heads * block_size
+    block_bytes = head_bytes * len(shard.kv_heads(layout.groups[0].num_heads))
     if draft is not None:
         block_bytes += draft.bytes_per_token * block_size
     if kv_cache_bytes < block_bytes:
@@ -90,7 +90,7 @@ class KvCache:
         self.shard = shard
         self.num_blocks = num_blocks
         self.block_size = block_size
-        num_heads = len(shard.kv_heads(layout.num_kv_heads))
+        num_heads = len(shard.kv_heads(layout.groups[0].num_heads))
         shape = (layout.num_layers, 2, num_blocks, num_heads, block_size, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         if device.type == "cpu":
@@ -134,7 +134,7 @@ class KvCache:
     ) -> GatheredPart:
         """As `gather_part`; on a GPU the copy is only queued. Checksums of a buffer in host memory are digests if
         `digests`, which the device computes; those of a buffer on a GPU always are."""
-        slices = heads_to_send(self.layout.num_kv_heads, self.shard, peer_tp)
+        slices = heads_to_send(self.layout.groups[0].num_heads, self.shard, peer_tp)
         out = self._head_of(out, slices, start, end)
         staging = self._host_staging
         piece = None if staging is None else staging.piece(out.numel())
@@ -163,7 +163,7 @@ class KvCache:
         """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8
         tensor. On a GPU the copy is only queued. With `checksum` the digests of the slices, of what arrived on the
         cache's device."""
-        slices = heads_to_receive(self.layout.num_kv_heads, self.shard, peer_tp)
+        slices = heads_to_receive(self.layout.groups[0].num_heads, self.shard, peer_tp)
         data = self._head_of(data, slices, start, end)
         source = data if self._host_staging is None else self._host_staging.to_device(data)
         arrived = [staged for _, staged in self._staged(source, slices, start, end)]
@@ -174,7 +174,7 @@ class KvCache:
 
     @property
     def _head_bytes_per_token(self) -> int:
-        return self.layout.bytes_per_token // self.layout.num_kv_heads
+        return self.layout.bytes_per_token // self.layout.groups[0].num_heads
 
     def _heads(self, heads: range) -> Tensor:
         return self.tensor_NL2KBD[:, :, :, heads.start : heads.stop]

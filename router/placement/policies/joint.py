@@ -121,7 +121,7 @@ class Joint:
     def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
         """The exposed time of the transfer, and the time that forming the pair's connection still takes."""
         worker, prefill_id = decode.worker, prefill.worker.worker_id
-        kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
+        kv_bytes = worker.kv_layout.bytes_of(demand.num_tokens, decode.cached_tokens)
         decode_id = worker.worker_id
         return self._links.exposed_ms(prefill_id, decode_id, kv_bytes, demand.now), self._pairs.setup_ms(
             prefill_id, decode_id
@@ -130,7 +130,7 @@ class Joint:
     def known_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
         """Like `weigh_pair`, by the latest fits without redoing them."""
         worker, prefill_id = decode.worker, prefill.worker.worker_id
-        kv_bytes = (demand.num_tokens - decode.cached_tokens) * worker.bytes_per_token
+        kv_bytes = worker.kv_layout.bytes_of(demand.num_tokens, decode.cached_tokens)
         decode_id = worker.worker_id
         return self._links.known_ms(prefill_id, decode_id, kv_bytes), self._pairs.setup_ms(prefill_id, decode_id)
 

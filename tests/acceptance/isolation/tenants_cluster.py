@@ -30,7 +30,7 @@ STEP_MS = 20.0
 TOKEN_BUDGET = 2048
 MAX_MODEL_LEN = 16384
 PREFILL_BLOCKS = 1 << 16
-_LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
+_LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
 
 
 class FixedTimes:

@@ -399,7 +399,7 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         address="10.0.0.1:7",
         pid=42,
         fingerprint=FINGERPRINT,
-        kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
+        kv_layout=KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
         num_blocks=100,
         block_size=16,
         max_num_seqs=8,

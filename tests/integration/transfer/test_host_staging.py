@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 PROMPT = [(11 * i * i + 2 * i + 1) % VOCAB_SIZE for i in range(75)]
 CHUNK_ENDS = [16, 41, 75]
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32", bytes_per_token=3 * 2 * 4 * 8 * 4)
+LAYOUT = KvLayout.dense(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32", bytes_per_token=3 * 2 * 4 * 8 * 4)
 TABLE = [4, 0, 2]
 
 

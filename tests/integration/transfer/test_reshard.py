@@ -109,7 +109,7 @@ def be_p(transport_name: TransportName, address: str, pipe: Connection) -> None:
     pipe.send(led.process.pid)
     while (command := pipe.recv()) is not None:
         start, stop = command
-        nbytes = (stop - start) * end.plan.bytes_per_token
+        nbytes = (stop - start) * end.plan.groups[0].token_bytes
         buffer = led.runner.new_staging(nbytes)
         pipe.send(led.runner.gather(P_TABLE, start, stop, buffer, TP))
         pipe.recv()
@@ -136,7 +136,7 @@ class Bench:
 
     def receive(self, start: int, stop: int) -> tuple[Answer, Any]:
         plan = pair_end("receiver", "", "gloo").plan
-        buffer = self.led.runner.new_staging((stop - start) * plan.bytes_per_token)
+        buffer = self.led.runner.new_staging((stop - start) * plan.groups[0].token_bytes)
         answer = Answer()
         self.transport.recv(buffer, buffer.nbytes, answer, answer.posted)
         return answer, buffer

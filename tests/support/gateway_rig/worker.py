@@ -149,7 +149,7 @@ class PacedWorker:
             address=self.address,
             pid=1,
             fingerprint=FINGERPRINT,
-            kv_layout=KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
+            kv_layout=KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=8),
             num_blocks=1 << 21,
             block_size=16,
             max_num_seqs=MAX_SEQUENCES,

@@ -10,9 +10,10 @@ from disagg.autoscaler.policies import make_policy
 from disagg.autoscaler.policy import Observation, Policy, PoolLimits, PoolObservation
 from disagg.proto.autoscaling import Decision, LoadReport, RequestSample, WorkerSample
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.messages import StepCoefficients
+from disagg.proto.messages import KvLayout, StepCoefficients
 
 STEPS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
+LAYOUT = KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=23_040)
 LOOK_S = 5.0
 
 
@@ -32,7 +33,7 @@ class World:
         sample = RequestSample(1.0, 1500, 0, self.output_tokens, self.output_tokens, 3.0, 0.02)
         workers = tuple(
             WorkerSample(
-                WorkerId(f"{pool}-{n}"), Incarnation("i"), 4000, 16, 64, 512, 23_040, 0, 0, self.blocks_used, STEPS
+                WorkerId(f"{pool}-{n}"), Incarnation("i"), 4000, 16, 64, 512, LAYOUT, 0, 0, self.blocks_used, STEPS
             )
             for pool, size in self.sizes.items()
             for n in range(size)

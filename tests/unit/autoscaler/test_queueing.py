@@ -131,10 +131,10 @@ def test_more_prefill_workers_are_better_until_all_is_in_time() -> None:
 
 
 def test_a_pool_that_cannot_keep_up_is_overloaded() -> None:
-    busy = disaggregated(load(40.0), worker(), 1, worker(), 10, 1.0, INSTANT)
+    busy = disaggregated(load(40.0), worker(), 1, worker(), 10, float, INSTANT)
     assert busy.attainment == 0.0
     assert busy.utilization == pytest.approx(2.0)
-    busy = disaggregated(load(40.0), worker(), 4, worker(max_num_seqs=10), 1, 1.0, INSTANT)
+    busy = disaggregated(load(40.0), worker(), 4, worker(max_num_seqs=10), 1, float, INSTANT)
     assert busy.attainment == 0.0
     assert busy.utilization == pytest.approx(40 * 100 * 0.010 / 10)
     busy = colocated(load(100.0), worker(), 1)
@@ -143,7 +143,7 @@ def test_a_pool_that_cannot_keep_up_is_overloaded() -> None:
 
 def test_decode_alone_is_not_delayed_and_beside_prompts_it_is() -> None:
     asked = load(4.0, ttft_s=1.0, tpot_s=0.011)
-    apart = disaggregated(asked, worker(), 1, worker(), 1, 1.0, INSTANT)
+    apart = disaggregated(asked, worker(), 1, worker(), 1, float, INSTANT)
     together = colocated(asked, worker(), 2)
     assert apart.tpot_attainment == 1.0
     assert apart.mean_tpot_s == pytest.approx(0.010)
@@ -156,7 +156,7 @@ def test_decode_alone_is_not_delayed_and_beside_prompts_it_is() -> None:
 
 def test_what_a_slow_link_adds_is_spread_over_the_answer() -> None:
     slow = LinkTimes(bandwidth_bytes_per_s=4000.0, latency_s=0.0)  # 0.1 s for the prompt
-    found = disaggregated(load(1.0, tpot_s=0.0105), worker(), 1, worker(), 1, 1.0, slow)
+    found = disaggregated(load(1.0, tpot_s=0.0105), worker(), 1, worker(), 1, float, slow)
     assert found.mean_tpot_s == pytest.approx(0.010 + 0.1 / 100)
     assert found.tpot_attainment == 0.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from disagg.decode_worker.service import Outgoing
@@ -16,7 +15,8 @@ from disagg.engine.plan import Buffer
 from disagg.proto import handover
 from disagg.proto.handover import ChunkDone, ClearToSend, PairHello
 from disagg.proto.ids import Incarnation
-from tests.support.roles import LAYOUT, info_of, key_of, until
+from disagg.proto.messages import KvLayout
+from tests.support.roles import info_of, key_of, until
 from tests.support.secret import SECRET
 from tests.unit.decode_worker.test_role import PAYLOAD, Bench, Peer, bench
 
@@ -125,7 +125,7 @@ async def test_a_wider_prefill_worker_is_met_rank_by_rank() -> None:
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (3, 1)])
 async def test_ranks_that_cannot_share_the_heads_are_refused(ours: int, theirs: int) -> None:
     async with bench() as it:
-        layout = msgspec.structs.replace(LAYOUT, num_kv_heads=4, bytes_per_token=32)
+        layout = KvLayout.dense(num_layers=1, num_kv_heads=4, head_dim=1, dtype="fake", bytes_per_token=32)
         it.context.info = info_of("d", "decode", kv_layout=layout, tp=ours)
         hello = PairHello(
             info=info_of("p", "prefill", kv_layout=layout, tp=theirs), receiver_incarnation=Incarnation("d.1")

@@ -45,7 +45,7 @@ from disagg.proto.handover import (
     PairHello,
 )
 from disagg.proto.ids import GatewayId, Incarnation, RequestId
-from disagg.proto.messages import Dispatch, HandedOver, TokenLogprobs, WorkerInfo
+from disagg.proto.messages import Dispatch, HandedOver, KvLayout, TokenLogprobs, WorkerInfo
 from tests.support.roles import (
     BYTES_PER_TOKEN,
     GATEWAY,
@@ -325,13 +325,15 @@ async def test_a_cancel_after_the_commit_is_the_engines() -> None:
 
 # ---------------------------------------------------------------- pairs
 
+OTHER_LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=BYTES_PER_TOKEN)
+
 
 @pytest.mark.parametrize(
     ("changes", "receiver", "reason"),
     [
         ({}, "d.0", "d is incarnation d.1, not d.0"),
         ({"fingerprint": "other"}, "d.1", "model fingerprints differ: other and fake"),
-        ({"kv_layout": msgspec.structs.replace(LAYOUT, num_layers=2)}, "d.1", "KV layouts differ: KvLayout(num_"),
+        ({"kv_layout": OTHER_LAYOUT}, "d.1", "KV layouts differ: KvLayout(groups=("),
         ({"tp": 0}, "d.1", "the prefill worker has tp 0; it must be from 1 to 64"),
         ({"tp": 1 << 40}, "d.1", "the prefill worker has tp 1099511627776; it must be from 1 to 64"),
     ],

@@ -25,7 +25,7 @@ SPEC = m.SequenceSpec(
     timeout_s=1.5,
     targets=m.Targets(ttft_s=2.0, age_s=0.25, output_tokens=64.0),
 )
-LAYOUT = m.KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", bytes_per_token=64)
+LAYOUT = m.KvLayout.dense(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", bytes_per_token=64)
 INFO = m.WorkerInfo(
     worker_id=WorkerId("prefill-0"),
     incarnation=Incarnation("i1"),

@@ -136,7 +136,7 @@ def test_a_request_waits_for_a_holder_that_has_no_slot_if_that_is_cheaper() -> N
 
 
 def test_what_d_has_need_not_be_moved() -> None:
-    heavy = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=10_000_000)
+    heavy = KvLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=10_000_000)
     p0 = busy(worker_info("p0", calibration=SPEED, kv_layout=heavy))
     d0 = busy(worker_info("d0", calibration=SPEED, kv_layout=heavy))
     d1 = busy(worker_info("d1", calibration=SPEED, kv_layout=heavy), cached=48)

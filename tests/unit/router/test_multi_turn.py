@@ -24,7 +24,7 @@ from tests.support.router import (
 )
 
 SPEED = samples(base_ms=2.0, prefill_token_ms=1.0, decode_ms=0.5)
-LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040)
+LAYOUT = KvLayout.dense(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040)
 NUM_ANSWER = 40
 
 

@@ -191,7 +191,7 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
     recording = StepRecording(
         model=model or infos[0].fingerprint,
         fingerprint=infos[0].fingerprint,
-        dtype=layout.dtype,
+        dtype=layout.groups[0].dtype,
         machine=machine_name(),
         date=datetime.datetime.fromtimestamp(epoch_s, datetime.UTC).isoformat(timespec="seconds"),
         kv_bytes_per_token=layout.bytes_per_token,

@@ -122,7 +122,7 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
             )
         )
     longest = min(pool.num_blocks * pool.worker.block_size for pool in pools)
-    layout = KvLayout(
+    layout = KvLayout.dense(
         num_layers=1, num_kv_heads=1, head_dim=1, dtype="simulated", bytes_per_token=timing.kv_bytes_per_token
     )
     return ClusterSpec(

@@ -29,7 +29,7 @@ from disagg.router.config import RecordingOptions
 
 
 def make_info(worker_id: str, max_model_len: int = 100, fingerprint: str = "f") -> WorkerInfo:
-    kv_layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
+    kv_layout = KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=4)
     return WorkerInfo(
         worker_id=WorkerId(worker_id),
         incarnation=Incarnation("i"),

@@ -21,7 +21,7 @@ TABLES = {16: [5, 0, 7, 2, 6, 1], 32: [4, 1, 3]}
 
 
 def layout(num_kv_heads: int) -> KvLayout:
-    return KvLayout(
+    return KvLayout.dense(
         num_layers=LAYERS,
         num_kv_heads=num_kv_heads,
         head_dim=DIM,
@@ -42,7 +42,7 @@ def caches_of_ranks(whole: KvCache, size: int) -> list[KvCache]:
     caches: list[KvCache] = []
     for rank in range(size):
         cache = KvCache(whole.layout, NUM_BLOCKS, whole.block_size, CPU, Shard(rank, size))
-        heads = cache.shard.kv_heads(whole.layout.num_kv_heads)
+        heads = cache.shard.kv_heads(whole.layout.groups[0].num_heads)
         cache.tensor_NL2KBD.copy_(whole.tensor_NL2KBD[:, :, :, heads.start : heads.stop])
         caches.append(cache)
     return caches
@@ -50,7 +50,7 @@ def caches_of_ranks(whole: KvCache, size: int) -> list[KvCache]:
 
 def move(source: list[KvCache], target: list[KvCache], start: int, end: int) -> None:
     """As a transfer does: gather on every rank of P, each slice to its rank of D, scatter there."""
-    heads = source[0].layout.num_kv_heads
+    heads = source[0].layout.groups[0].num_heads
     slices = head_slices(heads, len(source), len(target))
     head_bytes = source[0].layout.bytes_per_token // heads * (end - start)
     parts = [

@@ -130,7 +130,7 @@ def test_orders_of_the_transport_go_to_the_transports_also_during_a_step() -> No
 
     leader = Leader(Slow(8, 16, 4096, VOCAB_SIZE, shard=Shard(1, 2)))
     leader.begin()
-    receive = ReceivePart(call=6, pair_name="p", buffer=1, buffer_bytes=8, num_tokens=1)
+    receive = ReceivePart(call=6, pair_name="p", buffer=1, buffer_bytes=8, head_bytes=8)
     leader.connection.send(step())
     assert entered.wait(WAIT_S)
     for command in (gather(5), receive, ClosePair(call=7, pair_name="p")):

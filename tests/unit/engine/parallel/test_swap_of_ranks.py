@@ -57,7 +57,7 @@ def assert_kv(group: FakeGroup, core: EngineCore, sequence: Sequence) -> None:
     group.runner.gather(sequence.block_table, 0, 1, buffer, group.runner.tp)  # All ranks have done what they were told.
     for runner in (local, *(rank.runner for rank in group.ranks)):
         fresh = FakeModelRunner(
-            NUM_BLOCKS, 16, 4096, VOCAB_SIZE, num_kv_heads=runner.layout.num_kv_heads, shard=runner.shard
+            NUM_BLOCKS, 16, 4096, VOCAB_SIZE, num_kv_heads=runner.layout.groups[0].num_heads, shard=runner.shard
         )
         alone = make_sequence(sequence.spec, state=SequenceState.RUNNING)
         alone.token_ids, alone.block_table = sequence.token_ids, sequence.block_table

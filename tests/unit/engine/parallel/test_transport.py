@@ -275,9 +275,9 @@ class Leader:
 def test_the_peer_may_send_when_the_last_rank_has_posted() -> None:
     leader = Leader()
     answer = leader.receive()
-    assert [command.num_tokens for _, command, *_ in leader.followers.open if isinstance(command, ReceivePart)] == [
-        1,
-        1,
+    assert [command.head_bytes for _, command, *_ in leader.followers.open if isinstance(command, ReceivePart)] == [
+        8,
+        8,
     ]
     posted = [answer.was_posted]
     for rank in (2, 1):
@@ -356,7 +356,7 @@ class Told:
         )
 
 
-RECEIVE = ReceivePart(call=2, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=1)
+RECEIVE = ReceivePart(call=2, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=8)
 CLOSE = ClosePair(call=9, pair_name="pair")
 
 
@@ -372,8 +372,8 @@ def test_a_follower_answers_what_is_under_way_before_the_close() -> None:
     gone = Answer()
     peer.send(np.zeros(8, np.uint8), 8, gone)
     assert gone.result()[0] is False
-    told.handle(ReceivePart(call=10, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=1))
-    told.handle(SendPart(call=11, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=1))
+    told.handle(ReceivePart(call=10, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=8))
+    told.handle(SendPart(call=11, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=8))
     told.handle(ClosePair(call=12, pair_name="pair"))
     assert told.wait(6)[3:] == [(10, False), (11, False), (12, True)]
     assert told.posted == [2]
@@ -401,8 +401,8 @@ def test_orders_that_rank_0_must_not_give_are_errors_of_ours() -> None:
         told.handle(told.open_order(2))
     make_connector("local", HOST, SECRET)("pair/0-1", told.rendezvous.address)
     assert told.wait(1) == [(1, True)]
-    with pytest.raises(ValueError, match="2 tokens are 16 bytes on rank 1, the part has 8"):
-        told.handle(ReceivePart(call=3, pair_name="pair", buffer=3, buffer_bytes=8, num_tokens=2))
+    with pytest.raises(ValueError, match="a payload has 16 bytes on rank 1, the part has 8"):
+        told.handle(ReceivePart(call=3, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=16))
     told.transports.close()
     told.transports.close()
 
@@ -462,5 +462,5 @@ def test_channels_that_are_closed_answer_at_once() -> None:
     channels = RankChannels(plan, "sender", 0, "pair", lambda name: pytest.fail(name))
     channels.close()
     said: list[object] = []
-    channels.send(np.zeros(8, np.uint8), 1, lambda *answer: said.append(answer))
+    channels.send(np.zeros(8, np.uint8), 8, lambda *answer: said.append(answer))
     assert said == [(False, CLOSED, ())]

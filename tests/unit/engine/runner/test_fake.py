@@ -159,9 +159,9 @@ def test_a_larger_buffer_is_filled_from_its_start_and_a_smaller_one_refused() ->
 
 
 def test_the_layout_adds_up() -> None:
-    layout = make_runner().layout
-    words = layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim
-    assert (layout.dtype, layout.bytes_per_token, words) == ("fake", 8, 2)
+    (group,) = make_runner().layout.groups
+    words = len(group.layers) * group.num_heads * (group.key_dim + group.value_dim)
+    assert (group.dtype, group.bytes_per_token, words) == ("fake", 8, 2)
 
 
 def test_steps_take_the_time_they_are_told() -> None:
@@ -198,8 +198,8 @@ def run_together(ranks: list[FakeModelRunner], sequence: Sequence, start: int, e
 def move(source: list[FakeModelRunner], target: list[FakeModelRunner], tables: tuple[list[int], list[int]]) -> None:
     """Tokens [3, 40) from one worker to another, each slice from its sender to its receiver."""
     layout, num_tokens = source[0].layout, 37
-    head_bytes = layout.bytes_per_token // layout.num_kv_heads * num_tokens
-    slices = head_slices(layout.num_kv_heads, len(source), len(target))
+    head_bytes = layout.bytes_per_token // layout.groups[0].num_heads * num_tokens
+    slices = head_slices(layout.groups[0].num_heads, len(source), len(target))
     parts: list[Buffer] = []
     for sender, runner in enumerate(source):
         part = runner.new_staging(sum(e.num_heads for e in slices if e.sender == sender) * head_bytes)

@@ -22,7 +22,7 @@ from disagg.proto.messages import KvLayout
 from tests.support.secret import checksum as keyed
 
 CPU = torch.device("cpu")
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", bytes_per_token=2 * 2 * 2 * 8 * 4)
+LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", bytes_per_token=2 * 2 * 2 * 8 * 4)
 TABLE = [3, 0, 2]
 
 

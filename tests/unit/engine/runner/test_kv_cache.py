@@ -10,7 +10,7 @@ from disagg.engine.runner.model.kv_cache import KvCache, count_blocks
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
 
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", bytes_per_token=3 * 2 * 2 * 8 * 4)
+LAYOUT = KvLayout.dense(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", bytes_per_token=3 * 2 * 2 * 8 * 4)
 BLOCK_BYTES = 16 * LAYOUT.bytes_per_token
 
 

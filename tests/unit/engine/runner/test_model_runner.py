@@ -53,7 +53,7 @@ def runner(folder: Path) -> TorchModelRunner:
 
 def test_it_reports_what_it_holds(folder: Path, runner: TorchModelRunner) -> None:
     protocol: ModelRunner = runner
-    assert protocol.layout == KvLayout(
+    assert protocol.layout == KvLayout.dense(
         num_layers=3, num_kv_heads=2, head_dim=32, dtype="float32", bytes_per_token=3 * 2 * 2 * 32 * 4
     )
     assert (protocol.num_blocks, protocol.block_size, protocol.vocab_size) == (64, 16, VOCAB_SIZE)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.engine.sharding.kv_routes import MAX_RANKS, HeadSlice, PairPlan, Route, plan_pair
+from disagg.engine.sharding.kv_routes import MAX_RANKS, HeadSlice, PairPlan, Route, heads_sent, plan_pair
 from disagg.proto.messages import KvLayout
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def layout_of(num_kv_heads: int, head_bytes: int = 24) -> KvLayout:
-    return KvLayout(
+    return KvLayout.dense(
         num_layers=3, num_kv_heads=num_kv_heads, head_dim=2, dtype="bfloat16", bytes_per_token=head_bytes * num_kv_heads
     )
 
@@ -34,24 +34,25 @@ def test_both_sides_see_the_same_bytes(case: tuple[int, PairPlan]) -> None:
     total = {"sender": 0, "receiver": 0}
     for rank in range(plan.sender_tp):
         for route in plan.routes("sender", rank):
-            sent.setdefault((rank, route.peer), []).append(route.num_bytes)
+            sent.setdefault((rank, route.peer), []).append(route.num_heads)
     for rank in range(plan.receiver_tp):
         for route in plan.routes("receiver", rank):
-            expected.setdefault((route.peer, rank), []).append(route.num_bytes)
+            expected.setdefault((route.peer, rank), []).append(route.num_heads)
     assert sent == expected
     for rank in range(plan.sender_tp):
         end = 0
         for route in plan.routes("sender", rank):
-            assert route.offset == end
-            end += route.num_bytes
+            assert route.first == end
+            end += route.num_heads
         total["sender"] += end
     for rank in range(plan.receiver_tp):
         end = 0
         for route in plan.routes("receiver", rank):
-            assert route.offset == end
-            end += route.num_bytes
+            assert route.first == end
+            end += route.num_heads
         total["receiver"] += end
-    assert total == {"sender": plan.bytes_per_token, "receiver": plan.bytes_per_token}
+    assert total == {"sender": heads_sent(plan.slices), "receiver": heads_sent(plan.slices)}
+    assert plan.head_bytes(5 * plan.groups[0].token_bytes) == 5 * 24
 
 
 @given(plans())
@@ -59,7 +60,7 @@ def test_every_receiver_gets_all_that_it_holds(case: tuple[int, PairPlan]) -> No
     heads, plan = case
     held = max(1, heads // plan.receiver_tp)
     for rank in range(plan.receiver_tp):
-        assert sum(route.num_bytes for route in plan.routes("receiver", rank)) == held * plan.head_bytes
+        assert sum(route.num_heads for route in plan.routes("receiver", rank)) == held
     assert plan.ranks("receiver") == tuple(range(plan.receiver_tp))
     assert plan.ranks("sender") == tuple(r for r in range(plan.sender_tp) if plan.routes("sender", r))
 
@@ -80,14 +81,14 @@ def test_checksums_of_both_sides_come_in_one_order(case: tuple[int, PairPlan]) -
 def test_one_rank_on_both_sides_moves_the_layouts_bytes() -> None:
     layout = layout_of(8)
     plan = plan_pair(layout, 1, 1)
-    assert plan.bytes_per_token == layout.bytes_per_token
-    assert plan.routes("sender", 0) == plan.routes("receiver", 0) == (Route(0, 0, layout.bytes_per_token),)
+    assert plan.groups[0].token_bytes == layout.bytes_per_token
+    assert plan.routes("sender", 0) == plan.routes("receiver", 0) == (Route(0, 0, 8),)
 
 
 def test_heads_that_several_ranks_of_d_hold_are_sent_to_each() -> None:
     plan = plan_pair(layout_of(2), 1, 4)
-    assert plan.bytes_per_token == 4 * 24
-    assert plan.routes("sender", 0) == tuple(Route(rank, rank * 24, 24) for rank in range(4))
+    assert plan.groups[0].token_bytes == 4 * 24
+    assert plan.routes("sender", 0) == tuple(Route(rank, rank, 1) for rank in range(4))
 
 
 def test_heads_that_several_ranks_of_p_hold_are_sent_by_one() -> None:
@@ -124,6 +125,6 @@ def test_widths_that_do_not_go_with_the_heads_are_named(
 
 
 def test_a_layout_of_half_heads_is_refused() -> None:
-    layout = KvLayout(num_layers=1, num_kv_heads=2, head_dim=1, dtype="fake", bytes_per_token=7)
+    layout = KvLayout.dense(num_layers=1, num_kv_heads=2, head_dim=1, dtype="fake", bytes_per_token=7)
     with pytest.raises(ValueError, match="7 bytes for 2 heads"):
         plan_pair(layout, 1, 1)

@@ -83,7 +83,7 @@ class TestEveryPolicy:
         assert it.where(without=["d0", "d1"]) == "none"
 
     def test_only_workers_of_one_model_and_layout_form_a_pair(self, policy: PolicyName) -> None:
-        wide = KvLayout(num_layers=2, num_kv_heads=4, head_dim=4, dtype="fake", bytes_per_token=128)
+        wide = KvLayout.dense(num_layers=2, num_kv_heads=4, head_dim=4, dtype="fake", bytes_per_token=128)
         other_model = busy(worker_info("d0", fingerprint="model-b"))
         other_layout = busy(worker_info("d1", kv_layout=wide))
         assert where(policy, "p0", other_model, other_layout) == "none"

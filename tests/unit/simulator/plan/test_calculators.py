@@ -165,9 +165,9 @@ def test_from_which_length_on_a_transfer_hides() -> None:
     def quadratic(tokens: int) -> float:
         return 1e-6 * tokens * tokens
 
-    assert hidden_from(100.5, quadratic, link, 4096) == 101  # 1.005e-4 n <= 1e-6 n^2
-    assert hidden_from(100.0, quadratic, link, 99) is None
-    assert hidden_from(100.0, lambda tokens: 1.0 + tokens, link, 4096) == 1
+    assert hidden_from(lambda tokens: 100.5 * tokens, quadratic, link, 4096) == 101  # 1.005e-4 n <= 1e-6 n^2
+    assert hidden_from(lambda tokens: 100.0 * tokens, quadratic, link, 99) is None
+    assert hidden_from(lambda tokens: 100.0 * tokens, lambda tokens: 1.0 + tokens, link, 4096) == 1
 
 
 def test_distserve_kv_of_a_prompt_of_opt_66b() -> None:
