@@ -28,6 +28,17 @@ class ChunkArrays:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WindowArrays:
+    """What a batch has of a cache group with a window, as `BatchArrays` has of the first group. Entries of blocks that
+    have left the window are 0."""
+
+    slot_mapping_T: I64
+    block_tables_SM: I32
+    prefill_tables: tuple[I32, ...]
+    """Block table of each prompt chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchArrays:
     """Shapes: T tokens, S decoding sequences, M blocks of a table."""
 
@@ -44,6 +55,8 @@ class BatchArrays:
     """Prompt chunks in the order of the batch, after the decodes."""
     sample_rows: I64 | None
     """Rows whose logits are wanted, ascending; None stands for all rows."""
+    windows: tuple[WindowArrays, ...] = ()
+    """Of each cache group beside the first."""
 
     @property
     def num_decodes(self) -> int:
@@ -54,9 +67,11 @@ class BatchArrays:
 class BatchBuilder:
     """Makes batches. Owner: the model runner; it keeps block tables between steps."""
 
-    def __init__(self, block_size: int, max_model_len: int) -> None:
+    def __init__(self, block_size: int, max_model_len: int, num_windows: int = 0) -> None:
         self._block_size = block_size
-        self._tables = _DecodeTables(blocks_for_tokens(max_model_len, block_size))
+        max_blocks = blocks_for_tokens(max_model_len, block_size)
+        self._tables = _DecodeTables(max_blocks)
+        self._windows = tuple(_DecodeTables(max_blocks) for _ in range(num_windows))
 
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """The batch of a plan with at least one token. The arrays are the caller's. In place of a decode's token that
@@ -66,7 +81,7 @@ class BatchBuilder:
         decodes, prefills = plan.decodes, plan.prefills
         positions_S = np.array([entry.start for entry in decodes], dtype=np.int64)
         num_blocks = blocks_for_tokens(int(positions_S.max()) + 1, self._block_size) if decodes else 0
-        tables_SM = self._tables.update(decodes, num_blocks)
+        tables_SM = self._tables.update(_tables_of(decodes), num_blocks)
         tables = [np.array(_needed_blocks(entry, self._block_size), dtype=np.int32) for entry in prefills]
         ranges = [np.arange(entry.start, entry.start + entry.num_tokens, dtype=np.int64) for entry in prefills]
         slots = [self._slots(tables_SM[np.arange(len(decodes)), positions_S // self._block_size], positions_S)]
@@ -84,7 +99,19 @@ class BatchBuilder:
                 for entry, table_M in zip(prefills, tables, strict=True)
             ),
             sample_rows=None if sample_rows is None else np.array(sample_rows, dtype=np.int64),
+            windows=tuple(
+                self._window_arrays(group, plan, positions_S, ranges) for group in range(1, 1 + len(self._windows))
+            ),
         )
+
+    def _window_arrays(self, group: int, plan: StepPlan, positions_S: I64, ranges: list[I64]) -> WindowArrays:
+        num_blocks = blocks_for_tokens(int(positions_S.max()) + 1, self._block_size) if len(positions_S) else 0
+        tables_SM = self._windows[group - 1].update(_tables_of(plan.decodes, group), num_blocks)
+        tables = [np.array(_needed_blocks(entry, self._block_size, group), dtype=np.int32) for entry in plan.prefills]
+        slots = [self._slots(tables_SM[np.arange(len(positions_S)), positions_S // self._block_size], positions_S)]
+        for table_M, range_C in zip(tables, ranges, strict=True):
+            slots.append(self._slots(table_M[range_C // self._block_size], range_C))
+        return WindowArrays(np.concatenate(slots), tables_SM, tuple(tables))
 
     def _decode_arrays(self, decodes: tuple[ScheduledSequence, ...]) -> BatchArrays:
         """The same without prompts, as most steps are: Python's integers are quicker than small arrays."""
@@ -98,10 +125,14 @@ class BatchBuilder:
             token_ids_T=np.array([_decoded_id(entry) for entry in decodes], dtype=np.int64),
             positions_T=np.array(positions, dtype=np.int64),
             slot_mapping_T=np.array(slots, dtype=np.int64),
-            block_tables_SM=self._tables.update(decodes, max(positions) // size + 1),
+            block_tables_SM=self._tables.update(_tables_of(decodes), max(positions) // size + 1),
             context_lens_S=np.array([start + 1 for start in positions], dtype=np.int32),
             prefills=(),
             sample_rows=None,
+            windows=tuple(
+                self._window_arrays(group, StepPlan(decodes), np.array(positions, dtype=np.int64), [])
+                for group in range(1, 1 + len(self._windows))
+            ),
         )
 
     def _slots(self, block_T: I32, position_T: I64) -> I64:
@@ -120,21 +151,27 @@ class _DecodeTables:
         self._table_SM = np.zeros((8, max_blocks), dtype=np.int32)
         self._lists: list[list[int]] = []
 
-    def update(self, decodes: tuple[ScheduledSequence, ...], num_blocks: int) -> I32:
-        """A fresh array [len(decodes), num_blocks]."""
-        while len(decodes) > len(self._table_SM):
+    def update(self, tables: list[list[int]], num_blocks: int) -> I32:
+        """A fresh array [len(tables), num_blocks]."""
+        while len(tables) > len(self._table_SM):
             self._table_SM = np.concatenate((self._table_SM, np.zeros_like(self._table_SM)))
-        self._lists += [[] for _ in range(len(decodes) - len(self._lists))]
-        for row, entry in enumerate(decodes):
-            if self._lists[row] != entry.sequence.block_table:
-                self._write(row, entry.sequence.block_table)
-        return self._table_SM[: len(decodes), :num_blocks].copy()
+        self._lists += [[] for _ in range(len(tables) - len(self._lists))]
+        for row, block_table in enumerate(tables):
+            if self._lists[row] != block_table:
+                self._write(row, block_table)
+        return self._table_SM[: len(tables), :num_blocks].copy()
 
     def _write(self, row: int, block_table: list[int]) -> None:
         count = min(len(block_table), self._table_SM.shape[1])
         self._table_SM[row, :count] = block_table[:count]
         self._table_SM[row, count:] = 0
         self._lists[row] = list(block_table)
+
+
+def _tables_of(decodes: tuple[ScheduledSequence, ...], group: int = 0) -> list[list[int]]:
+    if not group:
+        return [entry.sequence.block_table for entry in decodes]
+    return [entry.sequence.windows[group - 1].block_table for entry in decodes]
 
 
 def blocks_for_tokens(num_tokens: int, block_size: int) -> int:
@@ -156,8 +193,8 @@ def _token_ids(plan: StepPlan) -> list[int]:
     return ids
 
 
-def _needed_blocks(entry: ScheduledSequence, block_size: int) -> list[int]:
-    return entry.sequence.block_table[: blocks_for_tokens(entry.start + entry.num_tokens, block_size)]
+def _needed_blocks(entry: ScheduledSequence, block_size: int, group: int = 0) -> list[int]:
+    return entry.sequence.table_of(group)[: blocks_for_tokens(entry.start + entry.num_tokens, block_size)]
 
 
 def _sample_rows(plan: StepPlan) -> list[int] | None:

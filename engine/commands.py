@@ -49,7 +49,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Prefill role: copy the KV of tokens [start, end) into `out`. Answer: `Gathered` (`ok` false if the sequence is
+    """Prefill role: copy the KV of tokens [start, end), of one cache group, into `out`. Answer: `Gathered` (`ok` false if the sequence is
     gone), or first `Gathering` where the copy was only begun."""
 
     key: AttemptKey
@@ -61,6 +61,8 @@ class Gather:
     """Ranks of the worker that it goes to."""
     digests: bool = False
     """Whether the checksum is the device's, see `digest.py`."""
+    group: int = 0
+    """Number of the cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class GatherFailed:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Decode role: allocate blocks up to `end` and copy `data` into tokens [start, end). Answer: `Scattered`."""
+    """Decode role: allocate blocks of one cache group up to `end` and copy `data` into tokens [start, end). Answer:
+    `Scattered`."""
 
     key: AttemptKey
     seq: int
@@ -86,6 +89,8 @@ class Scatter:
     """Ranks of the worker that it came from."""
     digest: int | None = None
     """What the device must find of `data`; None where the transport has compared its checksum."""
+    group: int = 0
+    """Number of the cache group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ What follows the greedy token g in a vocabulary of V: token t has the logarithm 
 (`fake_logprobs`). `logit_bias` is added to it, so that 100 forces a token and -100 bans it; the rest of the sampling
 parameters is ignored: it is always greedy.
 
+With windows (`windows`) each is a cache group of its own, with pages of its own, and the hash covers what is read back of
+the last tokens from those, too: a block that is given back too early, is resumed without, or is not sent, gives other
+tokens.
+
 With several KV heads each stores the same, shifted by its number, so that exchanged heads show. A rank of several
 holds its heads only, and reads back only those.
 """
@@ -27,13 +31,14 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from disagg.engine.batch_arrays import BatchArrays, BatchBuilder
+from disagg.engine.cache_groups import LayerKv, layout_of
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
 from disagg.engine.randomness import first_outputs
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import KvLayout, TokenLogprobs
+from disagg.proto.messages import TokenLogprobs
 from disagg.proto.splitmix import splitmix64
 
 FAKE_FINGERPRINT = "fake"
@@ -44,6 +49,8 @@ _HEAD_BYTES_PER_TOKEN = 8
 _HEAD_SHIFT = 0x9E3779B1
 _UNWRITTEN = 0xFFFFFFFF
 _HALF_WORD = np.uint64(32)
+_WINDOW_FACTOR = 0x9E3779B97F4A7C15
+"""Tells the digests of the cache groups apart."""
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -57,6 +64,7 @@ class FakeModelRunner(ModelRunner):
         step_time_s: how long a step should take; with `sleep`, makes demos run at a believable pace.
         sleep: called with that time.
         num_kv_heads: of the whole model.
+        windows: of each cache group beside the first, its window in tokens and its number of blocks.
         shard: which rank it is; its pages hold that rank's heads.
 
     Raises:
@@ -79,6 +87,7 @@ class FakeModelRunner(ModelRunner):
         step_time_s: Callable[[StepPlan], float] | None = None,
         sleep: Callable[[float], None] | None = None,
         num_kv_heads: int = 1,
+        windows: Seq[tuple[int, int]] = (),
         shard: Shard = WHOLE,
     ) -> None:
         if vocab_size < 1:
@@ -92,30 +101,34 @@ class FakeModelRunner(ModelRunner):
         self.shard = shard
         self.tp = shard.size
         self.warm_up = WarmUp()
-        self.layout = KvLayout.dense(
-            num_layers=1,
-            num_kv_heads=num_kv_heads,
-            head_dim=1,
-            dtype="fake",
-            bytes_per_token=_HEAD_BYTES_PER_TOKEN * num_kv_heads,
-        )
+        self.windows = tuple(window for window, _ in windows)
+        self.window_blocks = tuple(pool for _, pool in windows)
+        head = LayerKv(0, num_kv_heads, 1, 1)
+        layers = [head, *(head._replace(window=window) for window in self.windows)]
+        self.layout = layout_of(layers, "fake", _HEAD_BYTES_PER_TOKEN / 2)
         self._step_time_s = step_time_s
         self._sleep = sleep
-        self._batches = BatchBuilder(block_size, max_model_len)
+        self._batches = BatchBuilder(block_size, max_model_len, len(self.windows))
         heads = shard.kv_heads(num_kv_heads)
         shifts_H1 = [[head * _HEAD_SHIFT % (1 << 32)] for head in heads]
         self._shift_H1: U32 = np.array(shifts_H1, dtype=np.uint32)
-        self._pages_2HNB: U32 = np.full((2, len(heads), num_blocks, block_size), _UNWRITTEN, dtype=np.uint32)
+        self._group_pages: list[U32] = [
+            np.full((2, len(heads), pool, block_size), _UNWRITTEN, dtype=np.uint32)
+            for pool in (num_blocks, *self.window_blocks)
+        ]
+        """Pages of each cache group."""
+        self._pages_2HNB = self._group_pages[0]
 
     @override
     def run(self, plan: StepPlan) -> StepResult:
         """Write the scheduled tokens to the pages, all entries first; then sample."""
         for entry in plan.entries:
             end = entry.start + entry.num_tokens
-            blocks, offsets = self._slots(entry.sequence.block_table, entry.start, end)
             known = entry.drafts[-1:] or entry.sequence.token_ids[entry.start : end]
-            token_ids = np.array(known, dtype=np.uint32)
-            self._write(blocks, offsets, token_ids, np.arange(entry.start, end, dtype=np.uint32))
+            token_ids, positions = np.array(known, dtype=np.uint32), np.arange(entry.start, end, dtype=np.uint32)
+            for group in range(len(self._group_pages)):
+                blocks, offsets = self._slots(entry.sequence.table_of(group), entry.start, end)
+                self._write(group, blocks, offsets, token_ids, positions)
         if self._step_time_s is not None and self._sleep is not None:
             self._sleep(self._step_time_s(plan))
         output_ids: list[int] = []
@@ -156,8 +169,10 @@ class FakeModelRunner(ModelRunner):
 
     def compute(self, arrays: BatchArrays) -> None:
         """Write the tokens to this rank's pages."""
-        blocks, offsets = np.divmod(arrays.slot_mapping_T, self.block_size)
-        self._write(blocks, offsets, arrays.token_ids_T.astype(np.uint32), arrays.positions_T.astype(np.uint32))
+        token_ids, positions = arrays.token_ids_T.astype(np.uint32), arrays.positions_T.astype(np.uint32)
+        for group, slots_T in enumerate((arrays.slot_mapping_T, *(each.slot_mapping_T for each in arrays.windows))):
+            blocks, offsets = np.divmod(slots_T, self.block_size)
+            self._write(group, blocks, offsets, token_ids, positions)
 
     # ------------------------------------------------------------ KV in and out
 
@@ -167,14 +182,14 @@ class FakeModelRunner(ModelRunner):
         return np.empty(nbytes, dtype=np.uint8)
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
         """Copy tokens [start, end) into the head of `out`: all K (u32), then all V (u32), of each head. Returns the
         checksum of those bytes.
 
         Raises:
             ValueError: if `out` is too small.
         """
-        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp, group))
 
     def capture(self, num_seqs: int) -> str:
         """There is nothing to capture."""
@@ -184,44 +199,60 @@ class FakeModelRunner(ModelRunner):
         """Does nothing: there are no captures."""
 
     @override
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         """The reverse of `gather`.
 
         Raises:
             ValueError: if `data` is too small.
         """
-        self.scatter_part(block_table, start, end, data, peer_tp)
+        self.scatter_part(block_table, start, end, data, peer_tp, group)
 
-    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+    def gather_part(
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
+    ) -> list[int]:
         """Copy this rank's heads of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of
         each slice."""
         blocks, offsets = self._slots(block_table, start, end)
         slices = heads_to_send(self.layout.groups[0].num_heads, self.shard, peer_tp)
         checksums: list[int] = []
         for heads, words_2HT in _payloads(out, slices, end - start):
-            words_2HT[...] = self._pages_2HNB[:, heads][:, :, blocks, offsets]
+            words_2HT[...] = self._group_pages[group][:, heads][:, :, blocks, offsets]
             checksums.append(self.checksum(words_2HT.view(np.uint8).reshape(-1)))
         return checksums
 
-    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+    def scatter_part(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
+    ) -> None:
         """Copy this rank's heads of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent."""
         blocks, offsets = self._slots(block_table, start, end)
         slices = heads_to_receive(self.layout.groups[0].num_heads, self.shard, peer_tp)
         for heads, words_2HT in _payloads(data, slices, end - start):
-            self._pages_2HNB[:, heads][:, :, blocks, offsets] = words_2HT
+            self._group_pages[group][:, heads][:, :, blocks, offsets] = words_2HT
 
-    def _write(self, blocks: I64, offsets: I64, token_ids: U32, positions: U32) -> None:
-        self._pages_2HNB[0][:, blocks, offsets] = token_ids + self._shift_H1
-        self._pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
+    def _write(self, group: int, blocks: I64, offsets: I64, token_ids: U32, positions: U32) -> None:
+        pages_2HNB = self._group_pages[group]
+        pages_2HNB[0][:, blocks, offsets] = token_ids + self._shift_H1
+        pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
 
     def _next_greedy(self, entry: ScheduledSequence) -> int:
         num_tokens = entry.start + entry.num_tokens
-        block_table = entry.sequence.block_table[: -(-num_tokens // self.block_size)]
-        pages_2HMB = self._pages_2HNB.take(block_table, axis=2)
-        words_2HT = pages_2HMB.reshape(2, len(self._shift_H1), -1)[:, :, :num_tokens] - self._shift_H1
+        digest = self._digest_of_group(0, entry.sequence.block_table, 0, num_tokens)
+        for group, window in enumerate(self.windows, start=1):
+            first = max(0, num_tokens - window)
+            seen = self._digest_of_group(group, entry.sequence.table_of(group), first, num_tokens)
+            digest += _WINDOW_FACTOR**group * seen
+        return _token_of(digest, self.vocab_size)
+
+    def _digest_of_group(self, group: int, block_table: Seq[int], start: int, end: int) -> int:
+        first_block = start // self.block_size
+        blocks = block_table[first_block : -(-end // self.block_size)]
+        pages_2HMB = self._group_pages[group].take(blocks, axis=2)
+        first, last = start - first_block * self.block_size, end - first_block * self.block_size
+        words_2HT = pages_2HMB.reshape(2, len(self._shift_H1), -1)[:, :, first:last] - self._shift_H1
         # Heads that agree, as they should, count once.
-        digests = set(_digests(*words_2HT).tolist())
-        return _token_of(sum(digests), self.vocab_size)
+        return sum(set(_digests(*words_2HT, start).tolist()))
 
     def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
         first_block = start // self.block_size
@@ -248,13 +279,20 @@ def fake_generate(
     num_tokens: int,
     vocab_size: int = DEFAULT_VOCAB_SIZE,
     logit_bias: Seq[tuple[int, float]] = (),
+    windows: Seq[int] = (),
 ) -> list[int]:
-    """The tokens that a `FakeModelRunner` must answer to a prompt, whoever computes it and however it is cut."""
-    digest = sum(map(_digest_of_one, prompt_token_ids, range(len(prompt_token_ids))))
+    """The tokens that a `FakeModelRunner` with these windows must answer to a prompt, whoever computes it and however
+    it is cut."""
+    words = [_digest_of_one(token_id, position) for position, token_id in enumerate(prompt_token_ids)]
+    digests = [sum(words), *(sum(words[max(0, len(words) - window) :]) for window in windows)]
     output: list[int] = []
     for position in range(len(prompt_token_ids), len(prompt_token_ids) + num_tokens):
+        digest = sum([_WINDOW_FACTOR**group * each for group, each in enumerate(digests)])
         output.append(_with_bias(_token_of(digest, vocab_size), logit_bias, vocab_size))
-        digest += _digest_of_one(output[-1], position)
+        words.append(_digest_of_one(output[-1], position))
+        digests[0] += words[-1]
+        for group, window in enumerate(windows, start=1):
+            digests[group] += words[-1] - (words[position - window] if position >= window else 0)
     return output
 
 
@@ -290,13 +328,13 @@ def _with_bias(greedy_id: int, logit_bias: Seq[tuple[int, float]], vocab_size: i
     )
 
 
-def _digests(token_ids_HT: U32, positions_HT: U32) -> U64:
-    """Of each head the sum of one mixed word per token. The index at which a token was read is mixed in beside the
-    position that was stored with it, so that exchanged slots show."""
+def _digests(token_ids_HT: U32, positions_HT: U32, start: int) -> U64:
+    """Of each head the sum of one mixed word per token, from token `start` on. The index at which a token was read is
+    mixed in beside the position that was stored with it, so that exchanged slots show."""
     words_HT = token_ids_HT.astype(np.uint64)
     words_HT <<= _HALF_WORD
     words_HT |= positions_HT
-    words_HT ^= _mixed_indices(words_HT.shape[1])
+    words_HT ^= _mixed_indices(start + words_HT.shape[1])[start:]
     sums_H: U64 = first_outputs(words_HT).sum(axis=1, dtype=np.uint64)
     return sums_H
 

@@ -189,6 +189,9 @@ class ModelRunner(Protocol):
 
     layout: KvLayout
     num_blocks: int
+    """Blocks of the first cache group."""
+    window_blocks: tuple[int, ...] = ()
+    """Blocks of each other one."""
     block_size: int
     max_model_len: int
     vocab_size: int
@@ -226,8 +229,9 @@ class ModelRunner(Protocol):
         """A flat staging buffer of `nbytes` bytes."""
         ...
 
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
-        """Copy the KV of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of the copy.
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
+        """Copy the KV of tokens [start, end) of a cache group into `out`, for a worker of `peer_tp` ranks; the checksum
+        of the copy.
 
         Each rank's part of `out` holds its slices (`sharding.kv_routes`) one after the other, each in canonical order
         [layer][k|v][head][token][dim].
@@ -235,22 +239,41 @@ class ModelRunner(Protocol):
         ...
 
     def start_gather(
-        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, *, digests: bool = False
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer_tp: int = 1,
+        *,
+        digests: bool = False,
+        group: int = 0,
     ) -> Copying | int:
         """`gather`, perhaps without waiting for it: then what says when `out` is full, on any thread. All later work of
         the runner is ordered behind the reads of the cache. With `digests` the checksum is the device's. An int: it is
         done, and that is the checksum."""
-        return self.gather(block_table, start, end, out, peer_tp)
+        return self.gather(block_table, start, end, out, peer_tp, group=group)
 
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
-        """Copy the KV of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent, into the blocks."""
+    def scatter(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
+        """Copy the KV of tokens [start, end) of a cache group from `data`, which a worker of `peer_tp` ranks sent, into
+        the blocks."""
         ...
 
     def start_scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer_tp: int = 1,
+        *,
+        digests: bool = False,
+        group: int = 0,
     ) -> Copying | None:
         """`scatter`, perhaps behind steps that were queued and not computed: then what says when `data` was read. All
         later work of the runner is ordered behind it. With `digests`, which needs `ModelRunner.digests`, the device
         computes one of what arrives there. None: it is done."""
-        self.scatter(block_table, start, end, data, peer_tp)
+        self.scatter(block_table, start, end, data, peer_tp, group=group)
         return None

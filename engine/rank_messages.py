@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.engine.batch_arrays import I32, I64, BatchArrays, ChunkArrays
+from disagg.engine.batch_arrays import I32, I64, BatchArrays, ChunkArrays, WindowArrays
 from disagg.proto.messages import Message
 
 
@@ -48,6 +48,18 @@ class DropCaptures(Message, frozen=True, kw_only=True, tag=True):
     """Compute every step op by op from now on: a rank could not capture one."""
 
 
+class WindowStep(Message, frozen=True, kw_only=True):
+    """What a `Step` has of a cache group with a window."""
+
+    slot_mapping: bytes
+    """Cache slot of each token, int64."""
+    decode_tables: bytes
+    table_lens: bytes
+    """As in `Step`, and of the same width."""
+    prefill_tables: tuple[bytes, ...]
+    """Block table of each chunk, int32."""
+
+
 class Step(Message, frozen=True, kw_only=True, tag=True):
     """Compute a batch. Arrays are little-endian bytes, as in `model.batch.Batch`."""
 
@@ -71,6 +83,8 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """(number of tokens, start, int32 block table) of each chunk, in the order of the batch."""
     sample_rows: bytes | None
     """int64 rows whose logits are wanted; None for all rows."""
+    windows: tuple[WindowStep, ...] = ()
+    """Of each cache group beside the first."""
 
 
 class _CopyPart(Message, frozen=True, kw_only=True):
@@ -86,6 +100,8 @@ class _CopyPart(Message, frozen=True, kw_only=True):
     start: int
     end: int
     peer_tp: int
+    group: int = 0
+    """Number of the cache group."""
 
 
 class GatherPart(_CopyPart, frozen=True, kw_only=True, tag=True):
@@ -195,20 +211,38 @@ _I32, _I64 = np.dtype("<i4"), np.dtype("<i8")
 
 def encode_step(arrays: BatchArrays) -> Step:
     """The message to compute a batch."""
-    tables_SM, lens_S = arrays.block_tables_SM, _used_columns(arrays.block_tables_SM)
+    decode_tables, table_lens = _encode_tables(arrays.block_tables_SM)
     return Step(
         token_ids=arrays.token_ids_T.astype(_I64).tobytes(),
         positions=arrays.positions_T.astype(_I64).tobytes(),
         slot_mapping=arrays.slot_mapping_T.astype(_I64).tobytes(),
         num_decodes=arrays.num_decodes,
-        decode_tables=tables_SM[_first_columns(lens_S, tables_SM.shape[1])].astype(_I32).tobytes(),
-        table_lens=lens_S.astype(_I32).tobytes(),
-        table_width=tables_SM.shape[1],
+        decode_tables=decode_tables,
+        table_lens=table_lens,
+        table_width=arrays.block_tables_SM.shape[1],
         context_lens=arrays.context_lens_S.astype(_I32).tobytes(),
         prefills=tuple(
             (chunk.num_tokens, chunk.start, chunk.block_table_M.astype(_I32).tobytes()) for chunk in arrays.prefills
         ),
         sample_rows=None if arrays.sample_rows is None else arrays.sample_rows.astype(_I64).tobytes(),
+        windows=tuple(map(_encode_window, arrays.windows)),
+    )
+
+
+def _encode_tables(tables_SM: I32) -> tuple[bytes, bytes]:
+    """`Step.decode_tables` and `Step.table_lens`."""
+    lens_S = _used_columns(tables_SM)
+    blocks = tables_SM[_first_columns(lens_S, tables_SM.shape[1])]
+    return blocks.astype(_I32).tobytes(), lens_S.astype(_I32).tobytes()
+
+
+def _encode_window(window: WindowArrays) -> WindowStep:
+    decode_tables, table_lens = _encode_tables(window.block_tables_SM)
+    return WindowStep(
+        slot_mapping=window.slot_mapping_T.astype(_I64).tobytes(),
+        decode_tables=decode_tables,
+        table_lens=table_lens,
+        prefill_tables=tuple(table_M.astype(_I32).tobytes() for table_M in window.prefill_tables),
     )
 
 
@@ -218,20 +252,32 @@ def decode_step(step: Step) -> BatchArrays:
     Raises:
         ValueError: an array is not a whole number of elements, or the tables do not have what their rows should.
     """
-    blocks, lens_S = _i32(step.decode_tables), _i32(step.table_lens)
-    if len(lens_S) != step.num_decodes or lens_S.sum() != len(blocks) or lens_S.max(initial=0) > step.table_width:
-        raise ValueError(f"the tables have {len(blocks)} blocks, and their rows {lens_S.sum()}")
-    tables_SM = np.zeros((step.num_decodes, step.table_width), dtype=np.int32)
-    tables_SM[_first_columns(lens_S, step.table_width)] = blocks
     return BatchArrays(
         token_ids_T=_i64(step.token_ids),
         positions_T=_i64(step.positions),
         slot_mapping_T=_i64(step.slot_mapping),
-        block_tables_SM=tables_SM,
+        block_tables_SM=_decode_tables(step, step),
         context_lens_S=_i32(step.context_lens),
         prefills=tuple(ChunkArrays(num_tokens, start, _i32(table)) for num_tokens, start, table in step.prefills),
         sample_rows=None if step.sample_rows is None else _i64(step.sample_rows),
+        windows=tuple(
+            WindowArrays(
+                slot_mapping_T=_i64(window.slot_mapping),
+                block_tables_SM=_decode_tables(step, window),
+                prefill_tables=tuple(map(_i32, window.prefill_tables)),
+            )
+            for window in step.windows
+        ),
     )
+
+
+def _decode_tables(step: Step, of: Step | WindowStep) -> I32:
+    blocks, lens_S = _i32(of.decode_tables), _i32(of.table_lens)
+    if len(lens_S) != step.num_decodes or lens_S.sum() != len(blocks) or lens_S.max(initial=0) > step.table_width:
+        raise ValueError(f"the tables have {len(blocks)} blocks, and their rows {lens_S.sum()}")
+    tables_SM = np.zeros((step.num_decodes, step.table_width), dtype=np.int32)
+    tables_SM[_first_columns(lens_S, step.table_width)] = blocks
+    return tables_SM
 
 
 def _used_columns(tables_SM: I32) -> I64:

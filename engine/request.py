@@ -11,6 +11,7 @@ RUNNING ──> WAITING                      preemption without such memory: tok
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,33 @@ class SequenceState(enum.Enum):
     HELD = "held"
     RESERVED = "reserved"
     ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class WindowTable:
+    """The blocks that a sequence holds of a cache group with a window. Owner: the group, `blocks/window_group.py`."""
+
+    block_table: list[int]
+    """Block table; entries before `first` are 0."""
+    first: int
+    """Number of the first block that is held."""
+    first_whole: int
+    """Number of the first block of which all tokens are, or will be, here. Of the one that a hand-over begins in there
+    may be only the last ones."""
+    num_published: int
+    """Blocks before this one are published, have left, or are not whole."""
+    most: int
+    """Blocks that it is promised."""
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that are held."""
+        return len(self.block_table) - self.first
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks that are held."""
+        return self.block_table[self.first :]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +85,14 @@ class Sequence:
     """Number of its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
     swapped_tokens: int = 0
     """Tokens whose KV is in host memory; 0 unless SUSPENDED."""
+    swapped_windows: tuple[tuple[int, int], ...] = ()
+    """Of each window, `first` and `first_whole` of what is there."""
     block_table: list[int] = field(default_factory=list)
+    """Block table of the first cache group, which keeps all tokens."""
+    windows: list[WindowTable] = field(default_factory=list)
+    """Block tables of the other groups, in their order; empty where it holds no blocks."""
+    resume_at: tuple[int, ...] = ()
+    """Tokens behind which it is to be resumable when it has passed them, for a model with windows."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of full 16-token blocks, from the spec and then extended as decode fills blocks."""
     cached_tokens: int = 0
@@ -94,6 +129,10 @@ class Sequence:
         self.key = self.spec.key
         self.num_prompt_tokens = num_token_ids(self.spec.prompt_token_ids)
         self.num_given_tokens = self.spec.num_known_tokens
+
+    def table_of(self, group: int) -> list[int]:
+        """Block table of a cache group."""
+        return self.windows[group - 1].block_table if group else self.block_table
 
     @property
     def num_tokens(self) -> int:
@@ -147,9 +186,12 @@ class Sequence:
         return max(0, self.num_given_tokens - num_computed)
 
 
-def dummy_sequence(num_tokens: int, first_block: int, block_size: int, **sampling: Any) -> Sequence:
+def dummy_sequence(
+    num_tokens: int, first_block: int, block_size: int, pools: Seq[int] = (), **sampling: Any
+) -> Sequence:
     """A sequence of equal tokens in consecutive blocks, for steps without requests: warm-up, calibration. It is greedy
-    unless `sampling`, fields of `Sampling`, sets another temperature."""
+    unless `sampling`, fields of `Sampling`, sets another temperature. `pools`: the blocks of each cache group with a
+    window; a sequence that is longer than one goes round in it."""
     spec = SequenceSpec(
         request_id=RequestId("dummy"),
         attempt=0,
@@ -158,4 +200,5 @@ def dummy_sequence(num_tokens: int, first_block: int, block_size: int, **samplin
         sampling=Sampling(**{"temperature": 0.0, "max_tokens": num_tokens, **sampling}),
     )
     table = list(range(first_block, first_block - (-num_tokens // block_size)))
-    return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens, block_table=table)
+    windows = [WindowTable([block % num_blocks for block in table], 0, 0, 0, 0) for num_blocks in pools]
+    return Sequence(spec, SequenceState.RUNNING, token_ids=[0] * num_tokens, block_table=table, windows=windows)

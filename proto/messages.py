@@ -267,9 +267,7 @@ class KvLayout(Message, frozen=True, kw_only=True):
     """Cache groups; the first one is full. Its blocks are what the prefix index and the router know."""
 
     @classmethod
-    def dense(
-        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, bytes_per_token: int
-    ) -> KvLayout:
+    def dense(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, bytes_per_token: int) -> KvLayout:
         """The layout of a model whose layers are all alike and attend to all tokens."""
         group = CacheGroup(
             layers=tuple(range(num_layers)),
@@ -467,12 +465,27 @@ class BlocksRemoved(Message, frozen=True, kw_only=True, tag=True):
 
 
 class BlocksSnapshot(Message, frozen=True, kw_only=True, tag=True):
-    """All prefix blocks of this worker, which replace the previous list."""
+    """All prefix blocks and resume points of this worker, which replace the previous ones."""
+
+    hashes: tuple[NonEmptyHash, ...]
+    resume: tuple[NonEmptyHash, ...] = ()
+    """The last block of each prefix that can be resumed; for a layout with windows only."""
+
+
+class ResumeStored(Message, frozen=True, kw_only=True, tag=True):
+    """The prefixes that end with these blocks can now be resumed on this worker, whose layout has windows. Without
+    windows each prefix can."""
 
     hashes: tuple[NonEmptyHash, ...]
 
 
-KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot
+class ResumeRemoved(Message, frozen=True, kw_only=True, tag=True):
+    """The prefixes that end with these blocks cannot be resumed any more."""
+
+    hashes: tuple[NonEmptyHash, ...]
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot | ResumeStored | ResumeRemoved
 
 
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1.0)]

@@ -110,7 +110,9 @@ def spec(engine: EngineKind, policy: PolicyName, num_workers: int = NUM_WORKERS)
         )
         for role in roles
     ]
-    layout = KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="simulated", bytes_per_token=KV_BYTES_PER_TOKEN)
+    layout = KvLayout.dense(
+        num_layers=1, num_kv_heads=1, head_dim=1, dtype="simulated", bytes_per_token=KV_BYTES_PER_TOKEN
+    )
     return ClusterSpec(
         pools=pools,
         kv_layout=layout,

@@ -40,14 +40,21 @@ MOST_FREE = 1 / 8
 class BlockManager:
     """A fixed number of blocks of `block_size` tokens, named 0 .. num_blocks - 1. Owner: the scheduler.
 
-    `cached` decides which cached block goes first; by default the one that was released first.
+    `cached` decides which cached block goes first; by default the one that was released first. `announces`: see
+    `PrefixCache`.
 
     Raises:
         ValueError: if there is no block, or `block_size` is not a multiple of 16.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_watermark_blocks: int = 0, cached: CachedBlocks | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_watermark_blocks: int = 0,
+        cached: CachedBlocks | None = None,
+        *,
+        announces: bool = True,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
@@ -58,7 +65,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_watermark_blocks = num_watermark_blocks
-        self.prefix = PrefixCache(cached)
+        self.prefix = PrefixCache(cached, announces=announces)
         self._free = FreeBlocks(num_blocks, max(1, min(EXTENT_TOKENS // block_size, num_blocks // LEAST_EXTENTS)))
         self._most_free = int(num_blocks * MOST_FREE)
         self._num_reserved = 0
@@ -157,6 +164,14 @@ class BlockManager:
             assert self._refs[block] > 0, f"block {block} is released and not held"
             self._refs[block] -= 1
             self._free_if_unreferenced(block)
+
+    def leave(self, block: int, *, goes_first: bool) -> None:
+        """A sequence goes on without a block that left its window. `goes_first`: it is evicted before all others."""
+        assert self._refs[block] > 0, f"block {block} leaves and is not held"
+        if goes_first:
+            self.prefix.demote(block)
+        self._refs[block] -= 1
+        self._free_if_unreferenced(block)
 
     def publish(
         self,

@@ -6,14 +6,39 @@
 A sequence is admitted with blocks reserved for all its known tokens and for some output (`decode_reserve_tokens`), and
 the watermark stays free. One that is alone is admitted whenever its known tokens fit, with whatever reserve is left:
 no other sequence would ever free blocks for it.
+
+A model with windows has a pool of blocks for each of its cache groups (`window_group.py`). All of the above is about
+the first group, which keeps all tokens; of the others a sequence is promised what its window takes, or it is not
+admitted. Its cached prefix is then the longest one that all groups can resume (`resume_points.py`):
+
+    computed from p on      the first group has blocks of [0, p), the others have those of the window before p
+    the rest of it arrives  from another worker, or from host memory: of a window only what its end needs
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import NamedTuple
+
 from disagg.engine.blocks.block_manager import BlockManager
-from disagg.engine.request import Sequence
+from disagg.engine.blocks.resume_points import GroupBlock, ResumePoints
+from disagg.engine.blocks.window_group import WindowGroup
+from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
+from disagg.proto.ids import BlockHash
 from disagg.proto.token_ids import pack_token_ids
+
+
+class _Match(NamedTuple):
+    """What the cache has of a sequence that is to be admitted."""
+
+    blocks: list[int]
+    """Blocks of the first group."""
+    num_found: int
+    """Blocks that the first group has, whether the other groups can resume behind them or not."""
+    firsts: tuple[int, ...] = ()
+    """Of each other group, the first block that the sequence is to hold."""
 
 
 class KVCacheManager:
@@ -23,35 +48,53 @@ class KVCacheManager:
         blocks: the blocks.
         max_model_len: prompt plus output of any sequence.
         decode_reserve_tokens: output tokens whose blocks are reserved at admission.
+        windows: the cache groups beside the first one.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_model_len: int, decode_reserve_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_model_len: int, decode_reserve_tokens: int, windows: Seq[WindowGroup] = ()
+    ) -> None:
         self.blocks = blocks
+        self.windows = tuple(windows)
+        self.points = ResumePoints()
+        if self.windows:
+            blocks.prefix.on_evict = partial(self.points.evicted, 0)
+        for window in self.windows:
+            window.blocks.prefix.on_evict = partial(self.points.evicted, window.number)
         self.max_model_len = max_model_len
         self.decode_reserve_tokens = decode_reserve_tokens
 
     def can_admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
         """Whether `admit` would admit the sequence."""
-        return self._num_to_reserve(sequence, self._match(sequence, piece_tokens), alone=alone) is not None
+        if self._num_to_reserve(sequence, self._match(sequence, piece_tokens).blocks, alone=alone) is None:
+            return False
+        return self._full_window(sequence) is None
 
     def admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
-        """Lock the cached prefix of a sequence without blocks and reserve the rest, if that fits. One whose KV is in
-        host memory, in pieces of `piece_tokens` tokens, gets blocks for all of that; what is cached need not be copied
-        back."""
-        matched = self._match(sequence, piece_tokens)
-        num_to_reserve = self._num_to_reserve(sequence, matched, alone=alone)
-        if num_to_reserve is None:
+        """Lock the cached prefix of a sequence without blocks and reserve the rest, if that fits in all groups. One
+        whose KV is in host memory, in pieces of `piece_tokens` tokens, gets blocks for all of that; what is cached need
+        not be copied back."""
+        match = self._match(sequence, piece_tokens)
+        num_to_reserve = self._num_to_reserve(sequence, match.blocks, alone=alone)
+        if num_to_reserve is None or (self.windows and self._full_window(sequence) is not None):
             return False
-        self.blocks.lock(matched)
+        self.blocks.lock(match.blocks)
         self.blocks.reserve(num_to_reserve)
-        sequence.block_table = matched
+        sequence.block_table = match.blocks
         sequence.reserved_blocks = num_to_reserve
-        sequence.num_computed_tokens = len(matched) * self.blocks.block_size
+        sequence.num_computed_tokens = len(match.blocks) * self.blocks.block_size
+        if self.windows:
+            self._admit_windows(sequence, match)
         self.extend(sequence, sequence.swapped_tokens)
         return True
 
+    def lacking(self, sequence: Sequence) -> str:
+        """What a sequence lacks that was not admitted."""
+        window = self._full_window(sequence)
+        return "" if window is None else f" of the window of {window.group.window} tokens"
+
     def can_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether tokens [0, num_tokens) have blocks, or the last one can get one."""
+        """Whether tokens [0, num_tokens) have blocks, or the last one can get one. There is always one of a window."""
         if len(sequence.block_table) * self.blocks.block_size >= num_tokens:
             return True
         return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
@@ -63,8 +106,26 @@ class KVCacheManager:
         return num_missing <= max(0, self.blocks.num_available - num_left)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks for tokens [0, num_tokens): out of the reservation, and beyond it out of what is
-        available."""
+        """Allocate the blocks for tokens [0, num_tokens) in all groups: out of the reservation, and beyond it out of
+        what is available."""
+        for window, held in zip(self.windows, sequence.windows, strict=True):
+            window.extend(held, num_tokens)
+        self._extend_first(sequence, num_tokens)
+
+    def extend_group(self, sequence: Sequence, group: int, num_tokens: int) -> None:
+        """`extend` of one group only, whose KV has arrived."""
+        if group:
+            self.windows[group - 1].extend(sequence.windows[group - 1], num_tokens)
+        else:
+            self._extend_first(sequence, num_tokens)
+
+    def outgrown(self, sequence: Sequence) -> None:
+        """More tokens of a sequence that arrives are known: of its windows others are due now, behind those that
+        were."""
+        for window, held in zip(self.windows, sequence.windows, strict=True):
+            window.skip(held, window.group.kept_from(sequence.num_tokens), self.points)
+
+    def _extend_first(self, sequence: Sequence, num_tokens: int) -> None:
         num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
         if num_missing <= 0:
             return
@@ -79,7 +140,10 @@ class KVCacheManager:
         content is published already is replaced by that one, so that the table leads to each published block by
         published ones."""
         fills_none = start // HASH_BLOCK_TOKENS == sequence.num_computed_tokens // HASH_BLOCK_TOKENS
-        if fills_none or not sequence.spec.root_hash:
+        if fills_none:
+            return
+        if not sequence.spec.root_hash:
+            self._leave_windows(sequence)
             return
         hashes, table, block_size = sequence.block_hashes, sequence.block_table, self.blocks.block_size
         while len(hashes) < sequence.num_computed_tokens // HASH_BLOCK_TOKENS:
@@ -94,9 +158,16 @@ class KVCacheManager:
             table[index] = self.blocks.publish(
                 table[index], block_hashes, sequence.spec.tenant_tag, after, is_copy=sequence.is_copy
             )
+        if self.windows:
+            self._pass(sequence, start)
 
     def free(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence and its reservation."""
+        """Release all blocks of a sequence and its reservation. A model with windows can be resumed where it ended."""
+        if sequence.windows:
+            self._note_point(sequence, sequence.num_computed_tokens)
+            for window, held in zip(self.windows, sequence.windows, strict=True):
+                window.free(held, is_copy=sequence.is_copy)
+            sequence.windows, sequence.resume_at = [], ()
         self.blocks.release(sequence.block_table, is_copy=sequence.is_copy)
         self.blocks.unreserve(sequence.reserved_blocks)
         sequence.block_table = []
@@ -105,17 +176,103 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ inside
 
-    def _match(self, sequence: Sequence, piece_tokens: int) -> list[int]:
-        """The blocks of the cached prefix. A piece of a suspended sequence is copied as a whole, so its prefix ends
-        with one, unless it reaches as far as the copy."""
+    def _match(self, sequence: Sequence, piece_tokens: int) -> _Match:
+        """What is cached. A piece of a suspended sequence is copied as a whole, so its prefix ends with one, unless it
+        reaches as far as the copy."""
         cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
         if sequence.gathers_prompt:
             cap = min(cap, len(sequence.prompt_logprobs))
+        if self.windows and sequence.swapped_tokens:
+            cap = min(cap, sequence.swapped_tokens)
         matched, block_size = self.blocks.match_prefix(sequence.block_hashes, cap), self.blocks.block_size
         if len(matched) * block_size < sequence.swapped_tokens:
             pieces = len(matched) * block_size // piece_tokens
             del matched[pieces * piece_tokens // block_size :]
-        return matched
+        return self._match_windows(sequence, matched) if self.windows else _Match(matched, len(matched))
+
+    def _match_windows(self, sequence: Sequence, matched: list[int]) -> _Match:
+        """The longest prefix of `matched` that the other groups can resume."""
+        num_found = end = len(matched)
+        if sequence.swapped_tokens:  # All that is kept of a window is copied back.
+            return _Match(matched, num_found, tuple(first for first, _ in sequence.swapped_windows))
+        keys = self._keys(sequence, end)
+        if sequence.state is SequenceState.RESERVED:
+            firsts = tuple(w.group.kept_from(sequence.num_tokens) // w.size for w in self.windows)
+            for window, first in zip(self.windows, firsts, strict=True):
+                if end > first:
+                    end = window.first_gap(keys, first, end)
+            del matched[end:]
+            return _Match(matched, num_found, firsts)
+        gaps: list[int | None] = [None]
+        while gaps:
+            gaps = [gap for window in self.windows if (gap := window.last_gap(keys, end)) is not None]
+            end = min([gap for gap in gaps if gap is not None], default=end)
+        del matched[end:]
+        return _Match(matched, num_found, tuple(max(0, end - window.num_window_blocks) for window in self.windows))
+
+    def _keys(self, sequence: Sequence, num_blocks: int) -> Seq[BlockHash]:
+        """The hashes by which the first blocks of a sequence are found."""
+        per_block = self.blocks.block_size // HASH_BLOCK_TOKENS
+        return sequence.block_hashes[per_block - 1 : num_blocks * per_block : per_block]
+
+    def _full_window(self, sequence: Sequence) -> WindowGroup | None:
+        """A window whose pool is too full for the sequence."""
+        num_tokens = self._longest(sequence)
+        return next((w for w in self.windows if not w.has_room(w.most_for(num_tokens))), None)
+
+    def _admit_windows(self, sequence: Sequence, match: _Match) -> None:
+        end, num_tokens = len(match.blocks), self._longest(sequence)
+        keys = self._keys(sequence, end)
+        for place, (window, first) in enumerate(zip(self.windows, match.firsts, strict=True)):
+            first_whole, last = first, end
+            if sequence.swapped_tokens:
+                first_whole, last = sequence.swapped_windows[place][1], first
+            elif sequence.state is SequenceState.RESERVED:
+                first_whole = -(-window.group.kept_from(sequence.num_tokens) // window.size)
+                last = max(first, end)
+            sequence.windows.append(window.admit(keys, first, last, first_whole, window.most_for(num_tokens)))
+        block_size = self.blocks.block_size
+        parts_at = match.num_found * block_size if match.num_found > end else 0
+        sequence.resume_at = (max_cached_tokens(sequence.num_tokens) // block_size * block_size, parts_at)
+
+    def _pass(self, sequence: Sequence, start: int) -> None:
+        """Tokens [start, num_computed_tokens) were computed or have arrived: publish the blocks of the windows, and let
+        go of what has left them."""
+        num_computed, spec = sequence.num_computed_tokens, sequence.spec
+        for window, held in zip(self.windows, sequence.windows, strict=True):
+            window.publish(held, sequence.block_hashes, num_computed, spec.tenant_tag, is_copy=sequence.is_copy)
+        for point in sequence.resume_at:
+            if start < point <= num_computed:
+                self._note_point(sequence, point)
+        self._leave_windows(sequence)
+
+    def _leave_windows(self, sequence: Sequence) -> None:
+        for window, held in zip(self.windows, sequence.windows, strict=True):
+            window.leave(held, window.kept_from(sequence.num_computed_tokens), self.points)
+
+    def _note_point(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence can be resumed behind the last whole block of `num_tokens` tokens, if it has what that needs."""
+        block_size = self.blocks.block_size
+        end = num_tokens // block_size
+        if not end or not sequence.spec.root_hash:
+            return
+        needed = [GroupBlock(0, sequence.block_table[end - 1])]
+        for window, held in zip(self.windows, sequence.windows, strict=True):
+            first = max(0, end - window.num_window_blocks)
+            blocks = held.block_table[first:end]
+            if first < held.first or len(blocks) < end - first:
+                return
+            if not all(map(window.blocks.prefix.is_published, blocks)):
+                return
+            needed += [GroupBlock(window.number, block) for block in blocks]
+        self.points.note(sequence.block_hashes[end * block_size // HASH_BLOCK_TOKENS - 1], tuple(needed))
+
+    def _longest(self, sequence: Sequence) -> int:
+        """The most tokens of which the sequence can have KV here."""
+        if sequence.hold_after_prefill:
+            return sequence.num_tokens
+        num_remaining = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
+        return min(sequence.num_tokens + max(0, num_remaining), max(self.max_model_len, sequence.num_tokens))
 
     def _num_to_reserve(self, sequence: Sequence, matched: list[int], *, alone: bool) -> int | None:
         """Blocks to reserve beside the matched ones; None where too few are free."""

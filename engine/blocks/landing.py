@@ -33,8 +33,8 @@ class Landing:
     """Owner: the engine core."""
 
     def __init__(self) -> None:
-        self.landed: dict[AttemptKey, Ranges] = {}
-        """Token ranges whose KV is in the blocks, for each reserved sequence."""
+        self.landed: dict[AttemptKey, dict[int, Ranges]] = {}
+        """Token ranges whose KV is in the blocks, by cache group, for each reserved sequence."""
         self._under_way: deque[_Scattering] = deque()
         """Copies queued behind a running step; the peer reuses their buffers after the answers. The call that finishes
         the last such step finishes them all."""
@@ -47,12 +47,12 @@ class Landing:
 
     def reserved(self, key: AttemptKey) -> None:
         """A sequence was reserved."""
-        self.landed[key] = []
+        self.landed[key] = {}
 
     def begun(self, command: Scatter, copying: Copying | None, *, waits: bool) -> list[Scattered]:
         """The copy was made (None) or queued; returns the answer, unless it is one of `answers` later. With `waits`
         there is nothing else to wait for. Raises what the device raises."""
-        ranges = self.landed[command.key]
+        ranges = self.landed[command.key].setdefault(command.group, [])
         if copying is not None and waits:
             copying.wait()
         if command.digest is None:

@@ -26,7 +26,7 @@ leaves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import KeysView
+from collections.abc import Callable, KeysView
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -36,9 +36,15 @@ from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, K
 
 
 class PrefixCache:
-    """The content index over KV blocks. Owner: the block manager, which holds the references."""
+    """The content index over KV blocks. Owner: the block manager, which holds the references.
 
-    def __init__(self, evictable: CachedBlocks | None = None) -> None:
+    `announces`: whether there are events. The blocks of a window are not prefix-closed, and are none of the router's.
+    """
+
+    def __init__(self, evictable: CachedBlocks | None = None, *, announces: bool = True) -> None:
+        self._announces = announces
+        self.on_evict: Callable[[int], None] | None = None
+        """Called with each block that is evicted, before it can get other content."""
         self._block_of: dict[BlockHash, int] = {}
         self._hashes_of: dict[int, tuple[BlockHash, ...]] = {}
         self._tag_of: dict[int, TenantTag] = {}
@@ -62,6 +68,10 @@ class PrefixCache:
     def num_copies(self) -> int:
         """Those of them that are copies."""
         return self.evictable.num_copies
+
+    def block_of(self, key_hash: BlockHash) -> int | None:
+        """The block whose last 16 tokens have this hash; None where there is none."""
+        return self._block_of.get(key_hash)
 
     def match(self, key_hashes: Seq[BlockHash]) -> list[int]:
         """The blocks of the longest published prefix. `key_hashes` has one hash per physical block, in order."""
@@ -118,6 +128,11 @@ class PrefixCache:
         if self._copies:
             self._copies.difference_update(blocks)
 
+    def demote(self, block: int) -> None:
+        """A published block is to be evicted first once it is evictable, like a copy."""
+        if block in self._hashes_of:
+            self._copies.add(block)
+
     def add_evictable(self, block: int) -> None:
         """The last reference of a published block is gone."""
         assert block in self._hashes_of
@@ -136,6 +151,8 @@ class PrefixCache:
     def evict(self) -> int:
         """Forget the content of the block that goes next, and return that block."""
         block = self.evictable.evict()
+        if self.on_evict is not None:
+            self.on_evict(block)
         del self._tag_of[block]
         self._copies.discard(block)
         hashes = self._hashes_of.pop(block)
@@ -175,7 +192,7 @@ class PrefixCache:
         return problems + self.evictable.check_integrity()
 
     def _announce(self, kind: type[BlocksStored] | type[BlocksRemoved], hashes: list[BlockHash]) -> None:
-        if not hashes:
+        if not hashes or not self._announces:
             return
         if self._events and self._events[-1][0] is kind:
             self._events[-1][1].extend(hashes)

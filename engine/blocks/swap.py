@@ -3,7 +3,8 @@
     preempted ──keep──> slots taken, `SwapOut` ──(copied)──> suspended ──admitted──> `SwapIn` ──(copied)──> free_slots
                   └── no slots left: computed again, on this worker or on another one
 
-A slot holds `slot_tokens` tokens. Its memory is allocated at its first use and then reused, so that a worker never has
+A slot holds `slot_tokens` tokens of the first cache group, or as many whole blocks of another group as fit into the
+same bytes; of a window only what is left of it is kept. Its memory is allocated at its first use and then reused, so that a worker never has
 more of it than its slots. The engine core makes the copies between two steps, in the order in which they were decided,
 with the runner's gather and scatter.
 """
@@ -28,11 +29,12 @@ def slot_tokens_for(block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens [start, end) of a sequence and the slot that they are kept in."""
+    """Tokens [start, end) of a sequence in one cache group, and the slot that they are kept in."""
 
     slot: int
     start: int
     end: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class SwapOut:
     made before the next step runs."""
 
     sequence: Sequence
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
+    """Block table of each cache group."""
     pieces: tuple[Piece, ...]
 
 
@@ -59,14 +62,22 @@ class SwapPool:
 
     Args:
         num_slots: 0 where nothing can be kept.
-        slot_tokens: tokens of a slot; a multiple of the block size.
+        slot_tokens: tokens of the first cache group in a slot; a multiple of the block size.
         slot_bytes: what they take.
+        window_tokens: the same of each other group.
     """
 
-    def __init__(self, num_slots: int = 0, slot_tokens: int = _SLOT_TOKENS, slot_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        num_slots: int = 0,
+        slot_tokens: int = _SLOT_TOKENS,
+        slot_bytes: int = 0,
+        window_tokens: tuple[int, ...] = (),
+    ) -> None:
         self.num_slots = num_slots
         self.slot_tokens = slot_tokens
         self.slot_bytes = slot_bytes
+        self._group_tokens = (slot_tokens, *window_tokens)
         self._num_made = 0
         """Slots 0 .. `_num_made` - 1 were used at some time."""
         self._free: list[int] = []
@@ -83,21 +94,28 @@ class SwapPool:
         """Memory that they take."""
         return self.slot_bytes * sum(map(len, self._kept.values()))
 
-    def keep(self, key: AttemptKey, num_tokens: int) -> tuple[Piece, ...]:
-        """Take slots for the first `num_tokens` tokens of a sequence that has none. Empty if there are too few."""
+    def keep(self, key: AttemptKey, num_tokens: int, firsts: tuple[int, ...] = ()) -> tuple[Piece, ...]:
+        """Take slots for the first `num_tokens` tokens of a sequence that has none; of each group with a window, for
+        those from `firsts` on. Empty if there are too few."""
         assert key not in self._kept, f"{key} is kept already"
-        starts = range(0, num_tokens, self.slot_tokens)
+        if not self.num_slots:
+            return ()
+        starts = [
+            (group, start, min(start + size, num_tokens))
+            for group, (first, size) in enumerate(zip((0, *firsts), self._group_tokens, strict=True))
+            for start in range(first, num_tokens, size)
+        ]
         num_free = len(self._free) + self.num_slots - self._num_made
         if len(starts) > num_free:
             return ()
-        pieces = tuple(Piece(self._take(), start, min(start + self.slot_tokens, num_tokens)) for start in starts)
+        pieces = tuple(Piece(self._take(), start, end, group) for group, start, end in starts)
         if pieces:
             self._kept[key] = pieces
         return pieces
 
     def pieces(self, key: AttemptKey, start: int) -> tuple[Piece, ...]:
-        """Where tokens from `start`, the first one of a piece, are kept."""
-        return tuple(piece for piece in self._kept[key] if piece.start >= start)
+        """Where tokens from `start`, the first one of a piece, are kept, and all of the windows."""
+        return tuple(piece for piece in self._kept[key] if piece.group or piece.start >= start)
 
     def free_slots(self, key: AttemptKey) -> None:
         """The sequence needs its slots no more. Idempotent."""
@@ -123,36 +141,36 @@ class SwapPool:
 
 def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
     """A pool with as many slots as fit into `swap_bytes`."""
-    slot_tokens = slot_tokens_for(runner.block_size)
-    slot_bytes = slot_tokens * _token_bytes(runner)
-    return SwapPool(swap_bytes // slot_bytes, slot_tokens, slot_bytes)
-
-
-def _token_bytes(runner: ModelRunner) -> int:
-    """What all ranks keep of a token: KV heads that several ranks have are kept by each."""
-    return plan_pair(runner.layout, runner.tp, runner.tp).groups[0].token_bytes
+    first, *others = plan_pair(runner.layout, runner.tp, runner.tp).groups  # heads on several ranks are kept by each
+    size = runner.block_size
+    slot_tokens = slot_tokens_for(size)
+    slot_bytes = max([slot_tokens * first.token_bytes, *(size * other.token_bytes for other in others)])
+    window_tokens = tuple(slot_bytes // (size * other.token_bytes) * size for other in others)
+    return SwapPool(swap_bytes // slot_bytes, slot_tokens, slot_bytes, window_tokens)
 
 
 class Swapper:
-    """The memory behind the slots of a `SwapPool`, each of `slot_tokens` tokens."""
+    """The memory behind the slots of a `SwapPool`, each of `slot_bytes` bytes."""
 
-    def __init__(self, runner: ModelRunner, slot_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, slot_bytes: int) -> None:
         self._runner = runner
-        self._payload_bytes = slot_tokens * _token_bytes(runner)
+        self._payload_bytes = slot_bytes
         self._buffers: dict[int, Buffer] = {}
 
     def swap_out(self, swap: SwapOut) -> int:
         """Blocks that were copied. Raises whatever the runner raises; the slots then hold nothing of use."""
         for piece in swap.pieces:
             buffer = self._buffer(piece.slot)
-            self._runner.gather(swap.block_table, piece.start, piece.end, buffer, self._runner.tp)
+            table = swap.block_tables[piece.group]
+            self._runner.gather(table, piece.start, piece.end, buffer, self._runner.tp, group=piece.group)
         return self._num_blocks(swap.pieces)
 
     def swap_in(self, swap: SwapIn) -> int:
         """Blocks that were copied. Raises whatever the runner raises; the blocks then hold nothing of use."""
         for piece in swap.pieces:
             buffer = self._buffer(piece.slot)
-            self._runner.scatter(swap.sequence.block_table, piece.start, piece.end, buffer, self._runner.tp)
+            table = swap.sequence.table_of(piece.group)
+            self._runner.scatter(table, piece.start, piece.end, buffer, self._runner.tp, group=piece.group)
         return self._num_blocks(swap.pieces)
 
     def _num_blocks(self, pieces: tuple[Piece, ...]) -> int:

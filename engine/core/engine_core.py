@@ -28,10 +28,13 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+import msgspec
+
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.cached_blocks import CachedBlocks
 from disagg.engine.blocks.landing import Landing
 from disagg.engine.blocks.swap import SwapIn, SwapOut, Swapper, swap_pool
+from disagg.engine.blocks.window_group import WindowGroup
 from disagg.engine.commands import (
     Add,
     ChunkPlanned,
@@ -96,10 +99,12 @@ class EngineCore:
         check_bounds(config, "worker")
         self._runner = runner
         swap = swap_pool(runner, config.swap_bytes)
-        self._swapper = Swapper(runner, swap.slot_tokens)
+        self._swapper = Swapper(runner, swap.slot_bytes)
+        self._groups = runner.layout.groups
         num_blocks = runner.num_blocks
         self._cached = CachedBlocks(num_blocks, config.cached_share, config.cached_keep_s)
         self._blocks = BlockManager(num_blocks, runner.block_size, config.watermark_blocks(num_blocks), self._cached)
+        self._pools = [CachedBlocks(size, config.cached_share, config.cached_keep_s) for size in runner.window_blocks]
         self._slack: Slack[Sequence] | None = None
         if config.scheduling == "slack":
             self._slack = Slack(calibration, config.max_itl_ms, runner.block_size)
@@ -126,6 +131,7 @@ class EngineCore:
             slack=self._slack,
             limit=self._limit,
             speculation=_speculation_of(config, runner.proposer, calibration),
+            windows=_windows_of(runner, config, self._pools),
         )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
@@ -134,7 +140,8 @@ class EngineCore:
         self._steps = Steps(runner, self._scheduler)
         self._moves = Moves(self._scheduler, self._steps)
         fits = min(config.token_budget, self._scheduler.max_model_len - 1) >= NUM_TOKENS
-        self._idle_steps = IdleSteps(runner, self._blocks, calibration, fits=fits)
+        windows = [window.blocks for window in self._scheduler.kv_cache.windows]
+        self._idle_steps = IdleSteps(runner, [self._blocks, *windows], calibration, fits=fits)
         self.planned = StepPlan()
         """What `run_step` will compute or queue."""
         self._planned_at = 0.0
@@ -210,7 +217,7 @@ class EngineCore:
     def handle(self, command: Command, now: float) -> list[Event]:
         """Carry out one command; `now` is on this process's monotonic clock."""
         self._stalled = False
-        self._cached.now = max(self._cached.now, now)
+        self._note_time(now)
         match command:
             case Add():
                 events = self._add(command, now)
@@ -277,12 +284,22 @@ class EngineCore:
         sequence = self._scheduler.sequences.get(key)
         if sequence is None or sequence.state is not SequenceState.RESERVED:
             return [Scattered(key, command.seq, ok=False)]
-        if not sequence.cached_tokens <= start < end <= sequence.num_tokens:
+        group = command.group
+        if (
+            not 0 <= group < len(self._groups)
+            or not self._due_from(sequence, group) <= start < end <= sequence.num_tokens
+        ):
             return [Scattered(key, command.seq, ok=False)]
-        self._scheduler.extend_reserved(sequence, end)
+        self._scheduler.extend_reserved(sequence, group, end)
         try:
             copying = self._runner.start_scatter(
-                sequence.block_table, start, end, command.data, command.peer_tp, digests=command.digest is not None
+                sequence.table_of(group),
+                start,
+                end,
+                command.data,
+                command.peer_tp,
+                digests=command.digest is not None,
+                group=group,
             )
             return [*self._landing.begun(command, copying, waits=not self._steps.is_under_way)]
         except Exception as error:
@@ -313,7 +330,10 @@ class EngineCore:
             return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what was requested")]
         if self._landing.keeps_join(command, now):
             return []
-        num_landed = covered_until(sequence.cached_tokens, self._landing.landed[key])
+        landed = self._landing.landed[key]
+        num_landed = min(
+            covered_until(self._due_from(sequence, group), landed.get(group, [])) for group in range(len(self._groups))
+        )
         if num_landed < sequence.num_tokens:
             detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
             return [self._scheduler.end(sequence, "failed", detail)]
@@ -324,17 +344,28 @@ class EngineCore:
     def _gather(self, command: Gather) -> list[Event]:
         key, start, end = command.key, command.start, command.end
         sequence = self._scheduler.sequences.get(key)
-        if sequence is None or not 0 <= start < end <= sequence.num_computed_tokens:
+        if sequence is None or not self._has(sequence, command.group, start, end):
             return [Gathered(key, command.seq, ok=False)]
+        group = command.group
         try:
             begun = self._runner.start_gather(
-                sequence.block_table, start, end, command.out, command.peer_tp, digests=command.digests
+                sequence.table_of(group), start, end, command.out, command.peer_tp, digests=command.digests, group=group
             )
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
         if isinstance(begun, int):
             return [Gathered(key, command.seq, ok=True, checksum=begun)]
         return [Gathering(key, command.seq, begun)]
+
+    def _due_from(self, sequence: Sequence, group: int) -> int:
+        """The first token whose KV of a cache group arrives for a reserved sequence."""
+        return max(sequence.cached_tokens, self._groups[group].kept_from(sequence.num_tokens))
+
+    def _has(self, sequence: Sequence, group: int, start: int, end: int) -> bool:
+        """Whether the KV of tokens [start, end) of a cache group is in the cache."""
+        if not 0 <= group < len(self._groups) or not 0 <= start < end <= sequence.num_computed_tokens:
+            return False
+        return not group or sequence.windows[group - 1].first * self._runner.block_size <= start
 
     def _gather_failed(self, command: GatherFailed) -> list[Event]:
         """The sequence may have ended meanwhile; a device that is lost ends the worker in any case."""
@@ -374,7 +405,7 @@ class EngineCore:
 
     def plan_step(self, now: float) -> list[Event]:
         """End what is out of time, and decide what the next step computes."""
-        self._cached.now = max(self._cached.now, now)
+        self._note_time(now)
         events: list[Event] = [*self._copied(wait=False), *self._expire(now)]
         self._scheduler.advance(now)
         num_preemptions = self._scheduler.totals["preemptions"]
@@ -505,12 +536,14 @@ class EngineCore:
         return found._replace(expert_imbalance=self._runner.expert_imbalance)
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
-        """What was put into the prefix cache or evicted since the last call, in order."""
-        return self._blocks.prefix.drain_events()
+        """What was put into the prefix cache or evicted since the last call, in order; then the same of resume points."""
+        return self._blocks.prefix.drain_events() + self._scheduler.kv_cache.points.drain_events()
 
     def prefix_snapshot(self) -> BlocksSnapshot:
-        """All prefix blocks that can be hit now."""
-        return self._blocks.prefix.snapshot()
+        """All prefix blocks that can be hit now, and resume points."""
+        snapshot = self._blocks.prefix.snapshot()
+        points = self._scheduler.kv_cache.points.snapshot()
+        return msgspec.structs.replace(snapshot, resume=points) if points else snapshot
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
         """What is held (all zero when idle), and the findings of the integrity checks (empty when sound)."""
@@ -537,6 +570,10 @@ class EngineCore:
 
     # ------------------------------------------------------------ inside
 
+    def _note_time(self, now: float) -> None:
+        for cached in (self._cached, *self._pools):
+            cached.now = max(cached.now, now)
+
     def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
         return refusal(sequence, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
 
@@ -560,6 +597,16 @@ class EngineCore:
         self._deadlines.discard(key)
         self._landing.forget(key)
         self._moves.forget(key)
+
+
+def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:
+    """The cache groups beside the first one."""
+    sizes, groups = runner.window_blocks, runner.layout.groups[1:]
+    windows = []
+    for number, (group, size, cached) in enumerate(zip(groups, sizes, pools, strict=True), start=1):
+        blocks = BlockManager(size, runner.block_size, cached=cached, announces=False)
+        windows.append(WindowGroup(number, group, blocks, config.token_budget))
+    return windows
 
 
 def _speculation_of(

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
-from disagg.engine.request import dummy_sequence
+from disagg.engine.request import WindowTable, dummy_sequence
 from disagg.proto.messages import StepSample
 
 NUM_TOKENS = PREFILLS[0][0]
@@ -40,14 +40,16 @@ class IdleSteps:
 
     Args:
         runner: computes them.
-        blocks: they take a block of these.
+        groups: the blocks of each cache group; they take one of each.
         calibration: steps that were measured at the start.
         fits: whether `NUM_TOKENS` are within the limits of a step.
     """
 
-    def __init__(self, runner: ModelRunner, blocks: BlockManager, calibration: Seq[StepSample], *, fits: bool) -> None:
+    def __init__(
+        self, runner: ModelRunner, groups: Seq[BlockManager], calibration: Seq[StepSample], *, fits: bool
+    ) -> None:
         self._runner = runner
-        self._blocks = blocks
+        self._groups = groups
         self._fits = fits and runner.max_model_len > NUM_TOKENS
         self._best_ms = min((each.ms for each in calibration if _is_alike(each)), default=math.inf)
         self._last_ms = math.inf
@@ -56,8 +58,8 @@ class IdleSteps:
         self._pause_s = FIRST_PAUSE_S
         self._num_left = NUM_CHANGED
         """Steps in a row that are still to be made."""
-        self._block: int | None = None
-        """Block of the idle step under way, or None."""
+        self._taken: list[int] = []
+        """Block of each group of the idle step under way; empty without one."""
 
     def worked(self) -> None:
         """The worker computed, or has, something else."""
@@ -71,19 +73,21 @@ class IdleSteps:
 
     def begin(self) -> StepPlan:
         """The step that is due; empty where there is no block for it."""
-        if self._block is None and self._blocks.num_available:
-            (self._block,) = self._blocks.allocate(1, reserved=False)
-        if self._block is None:
+        if not self._taken and all(blocks.num_available for blocks in self._groups):
+            self._taken = [blocks.allocate(1, reserved=False)[0] for blocks in self._groups]
+        if not self._taken:
             return StepPlan()
-        prompt = dummy_sequence(NUM_TOKENS, self._block, self._runner.block_size)
+        first, *others = self._taken
+        prompt = dummy_sequence(NUM_TOKENS, first, self._runner.block_size)
+        prompt.windows = [WindowTable([block], 0, 0, 0, 1) for block in others]
         return StepPlan(prefills=(ScheduledSequence(prompt, 0, NUM_TOKENS, samples=True),))
 
     def end(self, ms: float | None, now: float) -> None:
         """It took so long; None where it was not computed, which ends these steps until the worker has computed
         something else."""
-        if self._block is not None:
-            self._blocks.release([self._block], is_copy=True)
-            self._block = None
+        for blocks, block in zip(self._groups, self._taken, strict=False):
+            blocks.release([block], is_copy=True)
+        self._taken = []
         if ms is None:
             self._due = math.inf
             return

@@ -67,6 +67,7 @@ def extend(
         return "not enough free KV blocks"
     sequence.token_ids.extend(token_ids)
     sequence.num_given_tokens = num_tokens
+    kv_cache.outgrown(sequence)
     kv_cache.extend(sequence, num_tokens)
     return None
 

@@ -49,6 +49,7 @@ from collections.abc import Sequence as Seq
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
+from disagg.engine.blocks.window_group import WindowGroup
 from disagg.engine.commands import Ended, Event, PrefillComputed, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.forced import as_rows, num_to_decode
@@ -91,6 +92,7 @@ class Scheduler:
         slack: for scheduling `slack`, and only for that.
         limit: of how long a step takes; none by default.
         speculation: proposes drafts; none by default.
+        windows: the cache groups beside `blocks`, for a model with windows.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Scheduler:
         slack: Slack[Sequence] | None = None,
         limit: StepLimit | None = None,
         speculation: Speculation | None = None,
+        windows: Seq[WindowGroup] = (),
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
@@ -133,7 +136,7 @@ class Scheduler:
         """Counts since the start: preemptions, cached_tokens."""
         self.tail_tokens = tail_tokens
         self.kv_cache = KVCacheManager(
-            blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens
+            blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens, windows=windows
         )
         self._effects: list[Effect] = []
         self._slack = slack
@@ -161,15 +164,15 @@ class Scheduler:
         if self.num_places() < 1:
             return "the batch is full"
         if not self._place(sequence):
-            return "not enough free KV blocks"
+            return "not enough free KV blocks" + self.kv_cache.lacking(sequence)
         self.sequences[sequence.key] = sequence
         self.num_reserved += 1
         return None
 
-    def extend_reserved(self, sequence: Sequence, end: int) -> None:
-        """Give a RESERVED sequence, out of its reservation, the blocks for tokens [0, end)."""
+    def extend_reserved(self, sequence: Sequence, group: int, end: int) -> None:
+        """Give a RESERVED sequence, out of its reservation, the blocks of a cache group for tokens [0, end)."""
         assert sequence.state is SequenceState.RESERVED
-        self.kv_cache.extend(sequence, end)
+        self.kv_cache.extend_group(sequence, group, end)
 
     def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
         """A RESERVED sequence has the KV of all its tokens: publish it, append `token_id`, put it into the batch."""
@@ -240,7 +243,7 @@ class Scheduler:
 
     def _forget_copy(self, sequence: Sequence) -> None:
         self.swap.free_slots(sequence.key)
-        sequence.swapped_tokens = 0
+        sequence.swapped_tokens, sequence.swapped_windows = 0, ()
 
     def _end_preempted(self, sequence: Sequence) -> Ended:
         return self.end(sequence, "preempted", "its KV blocks were needed by a sequence with more output")
@@ -364,7 +367,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.totals["preemptions"] += 1
         num_computed = sequence.num_computed_tokens
-        pieces = self.swap.keep(sequence.key, num_computed)
+        firsts = tuple([held.first * self.blocks.block_size for held in sequence.windows])
+        pieces = self.swap.keep(sequence.key, num_computed, firsts)
         if num_computed and not pieces and not self.recomputes:
             self._effects.append(self._end_preempted(sequence))
             return
@@ -372,7 +376,9 @@ class Scheduler:
         if pieces:
             sequence.state = SequenceState.SUSPENDED
             sequence.swapped_tokens = num_computed
-            self._effects.append(SwapOut(sequence, tuple(sequence.block_table), pieces))
+            sequence.swapped_windows = tuple([(held.first, held.first_whole) for held in sequence.windows])
+            tables = tuple([tuple(sequence.table_of(group)) for group in range(1 + len(sequence.windows))])
+            self._effects.append(SwapOut(sequence, tables, pieces))
         del self.running[sequence.key]
         self.kv_cache.free(sequence)
         sequence.num_preemptions += 1

@@ -40,6 +40,12 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
         assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
         for block in table[start // size : -(-end // size)]:
             assert is_writable(block), f"{key} would write a shared block"
+        for window, held in zip(scheduler.kv_cache.windows, sequence.windows, strict=True):
+            assert len(held.block_table) * size >= end, f"a window of {key} does not cover its chunk"
+            first_seen = max(0, start + 1 - window.group.window)
+            assert held.first * size <= first_seen, f"{key} would read a block that has left its window"
+            for block in held.block_table[start // size : -(-end // size)]:
+                assert window.blocks.is_writable(block), f"{key} would write a shared block of a window"
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:
@@ -48,12 +54,35 @@ def scheduler_findings(scheduler: Scheduler) -> list[str]:
     problems = scheduler.blocks.check_integrity(
         [s.block_table for s in sequences], sum(s.reserved_blocks for s in sequences)
     )
+    problems += _check_windows(scheduler)
     problems += _check_counts(scheduler)
     problems += scheduler.swap.check_integrity(
         {s.key: s.swapped_tokens for s in sequences if s.state is SequenceState.SUSPENDED}
     )
     for sequence in sequences:
         problems += _check_sequence(sequence, scheduler)
+    return problems
+
+
+def _check_windows(scheduler: Scheduler) -> list[str]:
+    kv_cache = scheduler.kv_cache
+    holders = [sequence for sequence in scheduler.sequences.values() if sequence.windows]
+    problems = []
+    for place, window in enumerate(kv_cache.windows):
+        problems += window.check_integrity([sequence.windows[place] for sequence in holders])
+        for sequence in holders:
+            held = sequence.windows[place]
+            first_seen = max(0, sequence.num_computed_tokens + 1 - window.group.window)
+            if held.first * window.size > first_seen and sequence.state is not SequenceState.RESERVED:
+                problems.append(f"{sequence.key} has lost a block of its window of {window.group.window} tokens")
+            if held.num_held > held.most and sequence.state is not SequenceState.RESERVED:
+                problems.append(f"{sequence.key} holds {held.num_held} blocks of a window, {held.most} are promised")
+    if kv_cache.windows:
+        published = [scheduler.blocks.prefix.published, *(w.blocks.prefix.published for w in kv_cache.windows)]
+        problems += kv_cache.points.check_integrity([frozenset(blocks) for blocks in published])
+    for sequence in scheduler.sequences.values():
+        if sequence.block_table and len(sequence.windows) != len(kv_cache.windows):
+            problems.append(f"{sequence.key} has blocks in {1 + len(sequence.windows)} cache groups")
     return problems
 
 

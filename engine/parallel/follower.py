@@ -252,9 +252,11 @@ def _copy(runner: ShardRunner, staging: StagingParts, command: GatherPart | Scat
     try:
         part = staging(command.buffer, command.buffer_bytes)
         if isinstance(command, GatherPart):
-            checksums = tuple(runner.gather_part(table, command.start, command.end, part, command.peer_tp))
+            checksums = tuple(
+                runner.gather_part(table, command.start, command.end, part, command.peer_tp, command.group)
+            )
             return Done(call=command.call, ok=True, checksums=checksums)
-        runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
+        runner.scatter_part(table, command.start, command.end, part, command.peer_tp, command.group)
         return Done(call=command.call, ok=True)
     except (ValueError, RuntimeError) as error:
         if is_fatal(error):

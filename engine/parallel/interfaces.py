@@ -125,7 +125,9 @@ class ShardRunner(ModelRunner, Protocol):
         """Other ranks: this rank's part of a step."""
         ...
 
-    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+    def gather_part(
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
+    ) -> list[int]:
         """Copy this rank's slices of tokens [start, end) into `out`, for a worker of `peer_tp` ranks, one after the
         other, each in canonical order [layer][k|v][head][token][dim]. The checksum of each, in the order of
         `head_slices`; none, where other ranks send all that this one holds.
@@ -135,7 +137,9 @@ class ShardRunner(ModelRunner, Protocol):
         """
         ...
 
-    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+    def scatter_part(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
+    ) -> None:
         """Copy this rank's slices of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent.
 
         Raises:

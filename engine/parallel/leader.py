@@ -145,7 +145,9 @@ class GroupRunner(ModelRunner):
     # ------------------------------------------------------------ copies
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: GroupBuffer, peer_tp: int = 1) -> int:
+    def gather(
+        self, block_table: Seq[int], start: int, end: int, out: GroupBuffer, peer_tp: int = 1, group: int = 0
+    ) -> int:
         """Checksums are combined in the order of the pair's slices.
 
         Raises:
@@ -154,17 +156,19 @@ class GroupRunner(ModelRunner):
             RankLostError: a follower could not do its part, or is lost.
         """
         plan = plan_pair(self.layout, self.tp, peer_tp)
-        command = self._command(GatherPart, plan, block_table, start, end, out, peer_tp)
+        command = self._command(GatherPart, plan, block_table, start, end, out, peer_tp, group)
         senders = plan.ranks("sender")
         checksums = self._copy(
             [rank for rank in senders if rank != 0],
             command,
-            lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp) if 0 in senders else (),
+            lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp, group) if 0 in senders else (),
         )
         return self.checksum.combined(plan.in_order("sender", checksums))
 
     @override
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         """Each rank copies the heads that it has.
 
         Raises:
@@ -172,10 +176,10 @@ class GroupRunner(ModelRunner):
             RankLostError: a follower could not do its part, or is lost.
         """
         plan = plan_pair(self.layout, peer_tp, self.tp)
-        command = self._command(ScatterPart, plan, block_table, start, end, data, peer_tp)
+        command = self._command(ScatterPart, plan, block_table, start, end, data, peer_tp, group)
 
         def scatter_own() -> Seq[int]:
-            self._local.scatter_part(block_table, start, end, data.local, peer_tp)
+            self._local.scatter_part(block_table, start, end, data.local, peer_tp, group)
             return ()
 
         self._copy(list(range(1, self.tp)), command, scatter_own)
@@ -189,10 +193,11 @@ class GroupRunner(ModelRunner):
         end: int,
         buffer: GroupBuffer,
         peer_tp: int,
+        group: int,
     ) -> _CopyCommand:
         """An error that every rank would find is raised before any command is sent: a copy that fails on a follower
         ends the worker, not one request."""
-        nbytes = plan.groups[0].token_bytes * (end - start)
+        nbytes = plan.groups[group].token_bytes * (end - start)
         if buffer.nbytes < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.nbytes}")
         if len(block_table) * self.block_size < end:
@@ -205,6 +210,7 @@ class GroupRunner(ModelRunner):
             start=start,
             end=end,
             peer_tp=peer_tp,
+            group=group,
         )
 
     def _copy(self, ranks: list[int], command: RankCall, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:

@@ -329,38 +329,56 @@ class TorchModelRunner(ShardRunner):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
         """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
         worker of one rank.
 
         Raises:
             ValueError: as `gather_part`.
         """
-        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp))
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp, group))
 
     @override
     def start_gather(
-        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, *, digests: bool = False
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer_tp: int = 1,
+        *,
+        digests: bool = False,
+        group: int = 0,
     ) -> Copying | int:
         """As `gather`. On a device without waiting for it."""
         if self._device.type == "cpu" and self._host_staging is None:
-            return self.gather(block_table, start, end, out, peer_tp)
+            return self.gather(block_table, start, end, out, peer_tp, group)
         return self._cache.start_gather(
             block_table, start, end, _as_tensor(out), peer_tp, self.checksum, digests=digests
         )
 
     @override
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         """The reverse of `gather`.
 
         Raises:
             ValueError: as `scatter_part`.
         """
-        self.scatter_part(block_table, start, end, data, peer_tp)
+        self.scatter_part(block_table, start, end, data, peer_tp, group)
 
     @override
     def start_scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer_tp: int = 1,
+        *,
+        digests: bool = False,
+        group: int = 0,
     ) -> Copying | None:
         checksum = self.checksum if digests else None
         sums = self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp, checksum)
@@ -369,11 +387,15 @@ class TorchModelRunner(ShardRunner):
         return _Reading(data, sums, self.checksum, pinned=self._device.type == "cuda")
 
     @override
-    def gather_part(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int) -> list[int]:
+    def gather_part(
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
+    ) -> list[int]:
         return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum)
 
     @override
-    def scatter_part(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int) -> None:
+    def scatter_part(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
+    ) -> None:
         copying = TorchModelRunner.start_scatter(self, block_table, start, end, data, peer_tp)
         if copying is not None:
             copying.wait()

@@ -50,6 +50,9 @@ class TimedRunner(ModelRunner):
         self.num_copied_bytes = 0
         """Bytes of KV that were copied out of the cache or into it."""
 
+    def _num_bytes(self, num_tokens: int, group: int) -> int:
+        return num_tokens * self.layout.groups[group].bytes_per_token
+
     def timed(self, plan: StepPlan) -> StepSample:
         """The work of the step, with its predicted time."""
         _, tokens, attended, num_decodes, context = msgspec.structs.astuple(plan.measured(0.0))
@@ -95,15 +98,17 @@ class TimedRunner(ModelRunner):
         return np.empty(nbytes, dtype=np.uint8)
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
         """Count the bytes that are copied out of the cache."""
-        self.num_copied_bytes += self.layout.bytes_of(end, start)
+        self.num_copied_bytes += self._num_bytes(end - start, group)
         return 0
 
     @override
-    def scatter(self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         """Count the bytes that are copied into the cache."""
-        self.num_copied_bytes += self.layout.bytes_of(end, start)
+        self.num_copied_bytes += self._num_bytes(end - start, group)
 
 
 class _Stopwatch(TimedRunner):

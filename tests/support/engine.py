@@ -190,13 +190,17 @@ class FailingRunner(FakeModelRunner):
         self._fail_if_told("run")
         return super().run(plan)
 
-    def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+    def gather(
+        self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> int:
         self._fail_if_told("gather")
-        return super().gather(block_table, start, end, out, peer_tp)
+        return super().gather(block_table, start, end, out, peer_tp, group)
 
-    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         self._fail_if_told("scatter")
-        super().scatter(block_table, start, end, data, peer_tp)
+        super().scatter(block_table, start, end, data, peer_tp, group)
 
     def _fail_if_told(self, operation: str) -> None:
         if operation in self.failing:

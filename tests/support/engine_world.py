@@ -52,7 +52,9 @@ class QuickRunner(FakeModelRunner):
     def run(self, plan: StepPlan) -> StepResult:
         return StepResult([TOKEN] * sum(entry.samples for entry in plan.entries))
 
-    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         """There is no KV."""
 
 

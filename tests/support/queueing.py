@@ -130,26 +130,38 @@ class QueueingRunner(FakeModelRunner):
         return super().run(plan)
 
     @override
-    def gather(self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1) -> int:
+    def gather(
+        self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> int:
         """Waits for queued steps, since the checksum is computed on the host."""
         self.wait_for_device()
-        return super().gather(block_table, start, end, out, peer_tp)
+        return super().gather(block_table, start, end, out, peer_tp, group)
 
     @override
-    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         """Waits for it and the steps before it."""
-        self.start_scatter(block_table, start, end, data, peer_tp)
+        self.start_scatter(block_table, start, end, data, peer_tp, group=group)
         self.wait_for_device()
 
     @override
     def start_scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, *, digests: bool = False
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer_tp: int = 1,
+        *,
+        digests: bool = False,
+        group: int = 0,
     ) -> Copying:
         """Queued, behind the steps before it; the buffer is read then."""
         table, copying = list(block_table), HostCopying(self.wait_for_device)
 
         def copy() -> None:
-            super(QueueingRunner, self).scatter(table, start, end, data, peer_tp)
+            super(QueueingRunner, self).scatter(table, start, end, data, peer_tp, group)
             copying.data, copying.done = data.copy() if digests else None, True
 
         self._queue.append(copy)

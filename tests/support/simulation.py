@@ -83,7 +83,9 @@ def cluster_spec(
             for name, size, roles in pools
             if size
         ],
-        kv_layout=KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=BYTES_PER_TOKEN),
+        kv_layout=KvLayout.dense(
+            num_layers=1, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=BYTES_PER_TOKEN
+        ),
         max_model_len=MAX_MODEL_LEN,
         router=router or RouterConfig(),
         link=LinkTimes(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s),

@@ -82,7 +82,7 @@ class TestSuspend:
         table = tuple(b.block_table)
         plan, effects, _ = step_with_effects(scheduler)
         assert shape_of(plan) == ([("a", 32, 1)], [])
-        assert effects == [SwapOut(b, table, (Piece(0, 0, 16), Piece(1, 16, 31)))]
+        assert effects == [SwapOut(b, (table,), (Piece(0, 0, 16), Piece(1, 16, 31)))]
         assert set(scheduler.sequences[key_of("a")].block_table) & set(table)
         assert states_of(scheduler) == {"a": "running", "b": "suspended"}
         assert (b.block_table, b.num_computed_tokens, b.swapped_tokens) == ([], 0, 31)

@@ -494,7 +494,9 @@ def test_an_autoscaler_sizes_pools_by_the_workers_of_its_model(
 
         scalers = Autoscalers(config, lambda: state, resize, decided.put_nowait, lambda: 1000.0)
         for key, used in (("a", 700), ("b", 1000)):
-            sample = WorkerSample(WorkerId(f"{key}/decode-0"), Incarnation("i"), 1000, 16, 64, 512, LAYOUT, blocks_used=used)
+            sample = WorkerSample(
+                WorkerId(f"{key}/decode-0"), Incarnation("i"), 1000, 16, 64, 512, LAYOUT, blocks_used=used
+            )
             other = msgspec.structs.replace(sample, worker_id=WorkerId(f"{key}/prefill-0"), blocks_used=700)
             report = LoadReport(model=key, num_arrived=0, num_queued=0, num_running=0, workers=(sample, other))
             scalers.report(GatewayId("g"), report)

@@ -70,12 +70,12 @@ class TestSwapper:
 
     def test_what_went_out_comes_back_into_other_blocks(self) -> None:
         runner = FakeModelRunner(40, 16, 4096, VOCAB_SIZE)
-        swapper = Swapper(runner, 128)
+        swapper = Swapper(runner, swap_pool(runner, 1).slot_bytes)
         known = make_prompt(150)
         runner.scatter(range(10), 0, 150, kv_of(known, 0, 150))
         sequence = make_sequence(make_spec("a", known), state=SequenceState.SUSPENDED)
         pieces = (Piece(3, 0, 128), Piece(0, 128, 150))
-        swapper.swap_out(SwapOut(sequence, tuple(range(10)), pieces))
+        swapper.swap_out(SwapOut(sequence, (tuple(range(10)),), pieces))
         runner.scatter(range(10), 0, 150, new_buffer(150))
         sequence.block_table = list(range(39, 29, -1))
         swapper.swap_in(SwapIn(sequence, pieces))
@@ -88,10 +88,10 @@ class TestSwapper:
         """Every rank copies for itself: what it sends must be what it receives, also where ranks share a head."""
         for rank in range(tp):
             runner = FakeModelRunner(20, 16, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, tp))
-            swapper = Swapper(runner, 128)
+            swapper = Swapper(runner, swap_pool(runner, 1).slot_bytes)
             before = runner._pages_2HNB[:, :, :2] = 5 + rank
             sequence = make_sequence(make_spec("a", make_prompt(32)), state=SequenceState.SUSPENDED)
-            swapper.swap_out(SwapOut(sequence, (0, 1), (Piece(0, 0, 32),)))
+            swapper.swap_out(SwapOut(sequence, ((0, 1),), (Piece(0, 0, 32),)))
             sequence.block_table = [7, 9]
             swapper.swap_in(SwapIn(sequence, (Piece(0, 0, 32),)))
             assert (runner._pages_2HNB[:, :, [7, 9]] == before).all()

@@ -24,11 +24,13 @@ class TimedRunner(FakeModelRunner):
         self.plans: list[StepPlan] = []
         self.cleared: set[int] = set()
 
-    def scatter(self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1) -> None:
+    def scatter(
+        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+    ) -> None:
         assert not data.any()
         assert (start, end) == (0, len(block_table) * 16)
         self.cleared.update(block_table)
-        super().scatter(block_table, start, end, data, peer_tp)
+        super().scatter(block_table, start, end, data, peer_tp, group)
 
     def run(self, plan: StepPlan) -> StepResult:
         assert all(len(entry.sequence.block_table) * 16 >= entry.start + entry.num_tokens for entry in plan.entries)

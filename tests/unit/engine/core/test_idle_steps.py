@@ -20,7 +20,7 @@ CALIBRATION = (StepSample(50.0, 128, 8256), StepSample(CALIBRATED_MS, 16, 136))
 
 
 def idle_steps(num_blocks: int = 4) -> IdleSteps:
-    return IdleSteps(FakeModelRunner(num_blocks, 16, 1024), BlockManager(num_blocks, 16), CALIBRATION, fits=True)
+    return IdleSteps(FakeModelRunner(num_blocks, 16, 1024), [BlockManager(num_blocks, 16)], CALIBRATION, fits=True)
 
 
 def times(steps: IdleSteps, until_s: float, ms: float, now: float = 0.0) -> list[float]:
@@ -71,7 +71,7 @@ def test_work_begins_it_anew() -> None:
 
 def test_without_a_block_or_with_an_error_none_follows_before_work() -> None:
     blocks = BlockManager(1, 16)
-    steps = IdleSteps(FakeModelRunner(1, 16, 1024), blocks, CALIBRATION, fits=True)
+    steps = IdleSteps(FakeModelRunner(1, 16, 1024), [blocks], CALIBRATION, fits=True)
     blocks.allocate(1, reserved=False)
     assert steps.begin() == StepPlan()
     steps.end(None, 2.0)
@@ -82,7 +82,7 @@ def test_without_a_block_or_with_an_error_none_follows_before_work() -> None:
 
 @pytest.mark.parametrize(("fits", "max_model_len"), [(False, 1024), (True, 16)])
 def test_none_where_the_step_is_too_large(fits: bool, max_model_len: int) -> None:
-    steps = IdleSteps(FakeModelRunner(4, 16, max_model_len), BlockManager(4, 16), CALIBRATION, fits=fits)
+    steps = IdleSteps(FakeModelRunner(4, 16, max_model_len), [BlockManager(4, 16)], CALIBRATION, fits=fits)
     assert steps.due_at(0.0) == math.inf
 
 

@@ -121,9 +121,17 @@ class CopyingRunner(FakeModelRunner):
         self.begun: queue.SimpleQueue[PlayedCopying] = queue.SimpleQueue()
 
     def start_gather(
-        self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1, *, digests: bool = False
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer_tp: int = 1,
+        *,
+        digests: bool = False,
+        group: int = 0,
     ) -> Copying:
-        self.gather(block_table, start, end, out, peer_tp)
+        self.gather(block_table, start, end, out, peer_tp, group)
         copying = PlayedCopying(out)
         self.begun.put(copying)
         return copying

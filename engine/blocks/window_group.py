@@ -1,0 +1,157 @@
+"""The blocks of one cache group with a window: what sequences hold of it, and what they are promised. Pure.
+
+    promised ──extend──> held ──(its tokens leave the window)──> cached, and evicted first, or kept for a resume point
+                           └──(the sequence ends)──> cached, or free
+
+A sequence holds the blocks of its window and those that a step writes to. So it never needs more than `most` blocks
+between two steps, however long it becomes, and the steps' own tokens take what the pool keeps apart for one step. Those
+are promised at admission: the sum of all promises never exceeds the pool, so that no sequence that was admitted lacks a
+block of it. Where several sequences share blocks, less is held than was promised.
+
+Entries of a block table whose blocks have left are 0, and are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from disagg.engine.blocks.block_manager import BlockManager
+from disagg.engine.blocks.resume_points import ResumePoints
+from disagg.engine.request import WindowTable
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.ids import BlockHash
+from disagg.proto.messages import CacheGroup
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Blocks that a window takes if it ends with a block."""
+    return -(-window // block_size)
+
+
+def most_held(window: int, block_size: int) -> int:
+    """Blocks that a sequence may hold between two steps: its window, the block that it begins in, and the next one."""
+    return window_blocks(window, block_size) + 2
+
+
+def least_blocks(window: int, block_size: int, max_num_seqs: int, token_budget: int) -> int:
+    """Blocks with which `max_num_seqs` sequences run, and one step of `token_budget` tokens is computed."""
+    return max_num_seqs * most_held(window, block_size) + -(-token_budget // block_size)
+
+
+class WindowGroup:
+    """Owner: the `KVCacheManager`.
+
+    Args:
+        number: its place among the layout's groups.
+        group: its window.
+        blocks: its blocks; nothing of them is reserved.
+        step_tokens: tokens of a step, for whose blocks there is always room.
+
+    Raises:
+        ValueError: if not even one sequence fits.
+    """
+
+    def __init__(self, number: int, group: CacheGroup, blocks: BlockManager, step_tokens: int) -> None:
+        self.number = number
+        self.group = group
+        self.blocks = blocks
+        self.size = blocks.block_size
+        self.num_window_blocks = window_blocks(group.window, self.size)
+        self._most = most_held(group.window, self.size)
+        self._capacity = blocks.num_blocks - -(-step_tokens // self.size)
+        self._num_promised = 0
+        if self._capacity < self._most:
+            raise ValueError(
+                f"the pool of the window of {group.window} tokens has {blocks.num_blocks} blocks; one sequence and one "
+                f"step take {blocks.num_blocks - self._capacity + self._most}"
+            )
+
+    def kept_from(self, num_tokens: int) -> int:
+        """The first block that is kept once `num_tokens` tokens are computed."""
+        return max(0, num_tokens // self.size - self.num_window_blocks)
+
+    def most_for(self, num_tokens: int) -> int:
+        """Blocks to promise a sequence that will have at most so many tokens."""
+        return min(self._most, self.blocks.blocks_for(num_tokens))
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks can be promised."""
+        return self._num_promised + num_blocks <= self._capacity
+
+    # ------------------------------------------------------------ prefixes
+
+    def last_gap(self, keys: Seq[BlockHash], end: int) -> int | None:
+        """Of the blocks that a prefix of `end` blocks needs of this window, the last one that is not there."""
+        for index in range(end - 1, max(0, end - self.num_window_blocks) - 1, -1):
+            if self.blocks.prefix.block_of(keys[index]) is None:
+                return index
+        return None
+
+    def first_gap(self, keys: Seq[BlockHash], start: int, end: int) -> int:
+        """The first block from `start` on, and before `end`, that is not there; else `end`."""
+        return next((at for at in range(start, end) if self.blocks.prefix.block_of(keys[at]) is None), end)
+
+    # ------------------------------------------------------------ tables
+
+    def admit(self, keys: Seq[BlockHash], first: int, end: int, first_whole: int, most: int) -> WindowTable:
+        """The table of a sequence that goes on behind `end` blocks: those from `first` on are locked. Blocks from
+        `first_whole` on will be whole, and are published once they are computed, or have arrived."""
+        found = [self.blocks.prefix.block_of(keys[index]) for index in range(first, end)]
+        locked = [block for block in found if block is not None]
+        assert len(locked) == len(found), f"a block of the window of {self.group.window} tokens is gone"
+        self.blocks.lock(locked)
+        self._num_promised += most
+        return WindowTable([0] * first + locked, first, first_whole, max(first + len(locked), first_whole), most)
+
+    def extend(self, held: WindowTable, num_tokens: int) -> None:
+        """Allocate the blocks for tokens before `num_tokens`."""
+        table = held.block_table
+        num_missing = self.blocks.blocks_for(num_tokens) - len(table)
+        if num_missing > 0:
+            table += self.blocks.allocate(num_missing, reserved=False, after=table[-1] if held.num_held else None)
+
+    def publish(self, held: WindowTable, hashes: Seq[BlockHash], num_tokens: int, tag: bytes, *, is_copy: bool) -> None:
+        """Put the blocks into the cache that the first `num_tokens` tokens fill."""
+        per_block = self.size // HASH_BLOCK_TOKENS
+        table = held.block_table
+        for index in range(held.num_published, num_tokens // self.size):
+            block_hashes = hashes[index * per_block : (index + 1) * per_block]
+            table[index] = self.blocks.publish(table[index], block_hashes, tag, is_copy=is_copy)
+            held.num_published = index + 1
+
+    def leave(self, held: WindowTable, first: int, points: ResumePoints) -> None:
+        """Give the blocks before number `first` back. They are evicted first, except those that a point needs."""
+        table, first = held.block_table, min(first, len(held.block_table))
+        for index in range(held.first, first):
+            self.blocks.leave(table[index], goes_first=not points.needs(self.number, table[index]))
+            table[index] = 0
+        held.first = max(held.first, first)
+        held.num_published = max(held.num_published, held.first)
+
+    def skip(self, held: WindowTable, num_tokens: int, points: ResumePoints) -> None:
+        """The KV of tokens before number `num_tokens` will not arrive; the block that it lies in will not be whole."""
+        first = num_tokens // self.size
+        self.leave(held, first, points)
+        held.block_table += [0] * (first - len(held.block_table))
+        held.first = max(held.first, first)
+        held.first_whole = -(-num_tokens // self.size)
+        held.num_published = max(held.num_published, held.first_whole)
+
+    def free(self, held: WindowTable, *, is_copy: bool) -> None:
+        """Release all blocks of a sequence and its promise."""
+        self.blocks.release(held.held, is_copy=is_copy)
+        self._num_promised -= held.most
+
+    # ------------------------------------------------------------ audit
+
+    def check_integrity(self, tables: Seq[WindowTable]) -> list[str]:
+        """Findings, given the table of every sequence that has one; empty when sound."""
+        name = f"window of {self.group.window} tokens"
+        problems = [f"{name}: {each}" for each in self.blocks.check_integrity([held.held for held in tables], 0)]
+        if self._num_promised != sum(held.most for held in tables):
+            problems.append(f"{name}: {self._num_promised} blocks are promised, sequences have other promises")
+        if self._num_promised > self._capacity:
+            problems.append(f"{name}: {self._num_promised} blocks are promised of {self._capacity}")
+        if any(block for held in tables for block in held.block_table[: held.first]):
+            problems.append(f"{name}: an entry of a block that has left is not 0")
+        return problems
