@@ -80,7 +80,7 @@ class PrefillLink(PairLink):
         self._is_forming = True
         half = Receiver(
             context.now(),
-            bytes_per_token=plan.groups[0].token_bytes,
+            groups=plan.groups,
             max_chunk_bytes=config.transfer.chunk_bytes,
             credits=config.transfer.num_slots,
             num_slots=config.transfer.num_slots,

@@ -11,9 +11,9 @@ What follows the greedy token g in a vocabulary of V: token t has the logarithm 
 (`fake_logprobs`). `logit_bias` is added to it, so that 100 forces a token and -100 bans it; the rest of the sampling
 parameters is ignored: it is always greedy.
 
-With windows (`windows`) each is a cache group of its own, with pages of its own, and the hash covers what is read back of
-the last tokens from those, too: a block that is given back too early, is resumed without, or is not sent, gives other
-tokens.
+With windows (`windows`) each is a cache group of its own, with pages of its own, and the hash covers what is read back
+of the last tokens from those, too: a block that is given back too early, is resumed without, or is not sent, gives
+other tokens.
 
 With several KV heads each stores the same, shifted by its number, so that exchanged heads show. A rank of several
 holds its heads only, and reads back only those.

@@ -172,7 +172,7 @@ class DecodeLink(PairLink):
         now = self._context.now()
         half = Sender(
             now,
-            bytes_per_token=end.plan.groups[0].token_bytes,
+            groups=end.plan.groups,
             max_chunk_bytes=min(config.transfer.chunk_bytes, welcome.max_chunk_bytes),
             credits=welcome.credits,
             num_slots=config.transfer.num_slots,

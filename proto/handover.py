@@ -132,16 +132,19 @@ class Refused(AttemptMessage, frozen=True, kw_only=True, tag=True):
 
 
 class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
-    """Announces `nbytes` of KV for tokens [start_token, end_token).
+    """Announces `nbytes` of KV of one cache group, for tokens [start_token, end_token). Of a group with a window only the
+    tokens are sent that `CacheGroup.kept_from` gives for all tokens that D is to have, less what D has.
 
     The payload is all heads, or with several ranks on either side the slices of heads that the two workers' `tp` give
-    (`engine/sharding/slices.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
+    (`engine/sharding/kv_routes.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
     the local layout. Each slice travels between its two ranks; several of the same two follow each other in the order
     of the plan. Both sides have the plan since `PairHello`, so no header names ranks or heads.
     """
 
     seq: int
     """Number of the chunk within the attempt, from 0."""
+    group: int = 0
+    """Number of the cache group in `KvLayout.groups`."""
     start_token: int
     end_token: int
     nbytes: int

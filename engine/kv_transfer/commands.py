@@ -82,7 +82,8 @@ class EndSequence:
 
 @dataclass(frozen=True, slots=True)
 class GatherChunk:
-    """P: copy the KV of tokens [start, end), `nbytes` bytes, into staging slot `slot`. Answer: `Sender.on_gathered`."""
+    """P: copy the KV of tokens [start, end) of a cache group, `nbytes` bytes, into staging slot `slot`. Answer:
+    `Sender.on_gathered`."""
 
     key: AttemptKey
     seq: int
@@ -90,6 +91,7 @@ class GatherChunk:
     end: int
     slot: int
     nbytes: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class ReceiveKv:
 
 @dataclass(frozen=True, slots=True)
 class ScatterChunk:
-    """D: copy slot `slot` into the blocks of tokens [start, end). Answer: `Receiver.on_scattered`."""
+    """D: copy slot `slot` into the blocks of tokens [start, end) of a cache group. Answer: `Receiver.on_scattered`."""
 
     key: AttemptKey
     seq: int
@@ -131,6 +133,7 @@ class ScatterChunk:
     nbytes: int
     digest: int | None = None
     """What D's device must find of it; None where that is not asked."""
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from disagg.engine.kv_transfer.commands import PAIR_CLOSED, STUCK, Cause, ClosePair, SendControl
+from disagg.engine.sharding.kv_routes import PairGroup
 from disagg.proto.handover import Abort, AbortAck, Failure, PairHeartbeat, ReservationMessage
 from disagg.proto.ids import AttemptKey
 
@@ -194,21 +195,21 @@ class ChunkWindow(Generic[K]):
     Args:
         credits: chunks that may be announced and not done.
         num_slots: staging slots.
-        bytes_per_token: bytes of one token's KV, all layers.
+        groups: the cache groups. A payload is of one of them.
         max_chunk_bytes: largest payload, and size of a slot.
 
     Raises:
         ValueError: if there is no slot or no credit, or not even one token fits a chunk.
     """
 
-    def __init__(self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int) -> None:
+    def __init__(self, credits: int, num_slots: int, groups: Sequence[PairGroup], max_chunk_bytes: int) -> None:
         if credits < 1:
             raise ValueError(f"a pair needs at least one credit, not {credits}")
         self._credits = credits
-        self._bytes_per_token = bytes_per_token
+        self._groups = tuple(groups)
         self.max_chunk_bytes = max_chunk_bytes
         """Bytes of a staging slot, and of the largest payload."""
-        self._chunk_tokens = tokens_per_chunk(max_chunk_bytes, bytes_per_token)
+        self._chunk_tokens = tuple(tokens_per_chunk(max_chunk_bytes, group.token_bytes) for group in groups)
         self._slots = SlotPool(num_slots)
         self._chunks: dict[tuple[AttemptKey, int], K] = {}
 

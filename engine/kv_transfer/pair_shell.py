@@ -244,10 +244,10 @@ class SenderShell(PairShell[ReceiverToSender, SenderCommand]):
             match command:
                 case SendControl(message):
                     io.send(message)
-                case GatherChunk(key, seq, start, end, slot, nbytes):
+                case GatherChunk(key, seq, start, end, slot, nbytes, group):
                     self._copies[key, seq] = nbytes
                     out = self.buffer(slot)[:nbytes]
-                    io.post(Gather(key, seq, start, end, out, self._peer_tp, digests=self._digests))
+                    io.post(Gather(key, seq, start, end, out, self._peer_tp, digests=self._digests, group=group))
                 case SendKv():
                     io.send_kv(command)
                 case StartPrefill(spec):
@@ -312,10 +312,10 @@ class ReceiverShell(PairShell[SenderToReceiver, ReceiverCommand]):
                     io.send(message)
                 case ReceiveKv():
                     io.receive_kv(command)
-                case ScatterChunk(key, seq, start, end, slot, nbytes, digest):
+                case ScatterChunk(key, seq, start, end, slot, nbytes, digest, group):
                     self._copies[key, seq] = nbytes
                     data = self.buffer(slot)[:nbytes]
-                    io.post(Scatter(key, seq, start, end, data, self._peer_tp, digest=digest))
+                    io.post(Scatter(key, seq, start, end, data, self._peer_tp, digest=digest, group=group))
                 case ReserveBlocks(spec):
                     if io.on_offered(spec):
                         io.post(Reserve(spec))

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from disagg.engine.kv_transfer.commands import ReceiveKv, ScatterChunk
 from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
+from disagg.engine.sharding.kv_routes import PairGroup
 from disagg.proto.handover import ChunkDone, ChunkHeader, ChunkSum, ClearToSend, Commit, CommitAck, Extend, Reserved
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec
@@ -112,13 +114,18 @@ class ReceiveAttempt:
     """Tokens whose KV must be here in the end."""
     state: ReceiveState = ReceiveState.RESERVING
     cached_tokens: int = 0
-    next_token: int = 0
-    """Tokens before this one are here already or were announced. Chunks come in order and without gaps."""
+    next_tokens: list[int] = field(default_factory=list)
+    """Of each cache group: tokens before this one are here already, do not come, or were announced. Chunks of a group
+    come in order and without gaps."""
+    first_tokens: list[int] = field(default_factory=list)
+    """Of each cache group: the first token that is due."""
     next_seq: int = 0
+    num_due_tokens: int = 0
+    """Tokens, of all groups together, whose KV is due."""
     num_unverified_tokens: int = 0
-    """Tokens whose KV is neither in the cache nor on its way there from a staging slot."""
+    """Tokens, of all groups together, whose KV is neither in the cache nor on its way there from a staging slot."""
     num_missing_tokens: int = 0
-    """Tokens whose KV is not in the cache yet."""
+    """Tokens, of all groups together, whose KV is not in the cache yet."""
     kv_bytes: int = 0
     began_at: float | None = None
     """When its first chunk was announced."""
@@ -190,7 +197,7 @@ class ReceivedChunk:
         header = self.header
         start, end = header.start_token, header.end_token
         digest = self.announced if digests else None
-        return ScatterChunk(self.attempt.key, header.seq, start, end, self.slot, header.nbytes, digest)
+        return ScatterChunk(self.attempt.key, header.seq, start, end, self.slot, header.nbytes, digest, header.group)
 
     def done(self, *, ok: bool) -> ChunkDone:
         """Gives P its credit back."""
@@ -211,7 +218,9 @@ class ReceivedChunk:
         )
 
 
-def check_header(attempt: ReceiveAttempt, header: ChunkHeader, bytes_per_token: int, max_chunk_bytes: int) -> None:
+def check_header(
+    attempt: ReceiveAttempt, header: ChunkHeader, groups: Sequence[PairGroup], max_chunk_bytes: int
+) -> None:
     """Everything that a header may get wrong, before its bytes are cleared: a payload of another size breaks the
     transport.
 
@@ -224,11 +233,14 @@ def check_header(attempt: ReceiveAttempt, header: ChunkHeader, bytes_per_token: 
         raise PeerError(f"{where} was announced after Commit")
     if header.seq != attempt.next_seq:
         raise PeerError(f"{where} was announced where chunk {attempt.next_seq} was due")
-    if header.start_token != attempt.next_token:
-        raise PeerError(f"{where} starts at token {header.start_token}, not {attempt.next_token}")
+    if not 0 <= header.group < len(groups):
+        raise PeerError(f"{where} is of cache group {header.group} of {len(groups)}")
+    next_token = attempt.next_tokens[header.group]
+    if header.start_token != next_token:
+        raise PeerError(f"{where} starts at token {header.start_token}, not {next_token}")
     if num_tokens < 1 or header.end_token > attempt.num_known_tokens:
         raise PeerError(f"{where} ends at token {header.end_token} of {attempt.num_known_tokens}")
-    if header.nbytes != num_tokens * bytes_per_token or header.nbytes > max_chunk_bytes:
+    if header.nbytes != num_tokens * groups[header.group].token_bytes or header.nbytes > max_chunk_bytes:
         raise PeerError(f"{where} has {header.nbytes} bytes for {num_tokens} tokens")
 
 
@@ -252,8 +264,9 @@ def check_commit(attempt: ReceiveAttempt, commit: Commit) -> None:
     num_known = attempt.num_known_tokens
     if attempt.commit is not None:
         raise PeerError(f"a second Commit of {attempt.key}")
-    if commit.num_chunks != attempt.next_seq or attempt.next_token != num_known:
-        raise PeerError(f"Commit of {attempt.key} after {attempt.next_token} of {num_known} tokens")
+    num_announced = min(attempt.next_tokens)
+    if commit.num_chunks != attempt.next_seq or num_announced != num_known:
+        raise PeerError(f"Commit of {attempt.key} after {num_announced} of {num_known} tokens")
     if commit.token_id < 0:
         raise PeerError(f"Commit of {attempt.key} with token {commit.token_id}")
 
@@ -275,8 +288,8 @@ def check_extension(attempt: ReceiveAttempt, extension: Extend) -> None:
 class ReceiveWindow(ChunkWindow[ReceivedChunk]):
     """D's chunks under way: which are announced, which have a slot. Owner: the `Receiver`."""
 
-    def __init__(self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int) -> None:
-        super().__init__(credits, num_slots, bytes_per_token, max_chunk_bytes)
+    def __init__(self, credits: int, num_slots: int, groups: Sequence[PairGroup], max_chunk_bytes: int) -> None:
+        super().__init__(credits, num_slots, groups, max_chunk_bytes)
         self._waiting: deque[ReceivedChunk] = deque()
         """Announced chunks without a slot, in order of their headers."""
         self._num_cleared = 0
@@ -287,17 +300,33 @@ class ReceiveWindow(ChunkWindow[ReceivedChunk]):
         idle = (ReceivedChunkState.WAITING, ReceivedChunkState.HELD)
         return min((chunk.cleared_at for chunk in self._chunks.values() if chunk.state not in idle), default=None)
 
+    def begin(self, attempt: ReceiveAttempt) -> None:
+        """The attempt was reserved, or has more tokens now: note which are due. A window of which something was
+        announced goes on from there."""
+        num_known = attempt.num_known_tokens
+        firsts = [group.first_token(num_known, attempt.cached_tokens) for group in self._groups]
+        if attempt.first_tokens:
+            pairs = list(zip(attempt.first_tokens, attempt.next_tokens, strict=True))
+            firsts = [now if first == at else first for now, (first, at) in zip(firsts, pairs, strict=True)]
+            attempt.next_tokens = [now if first == at else at for now, (first, at) in zip(firsts, pairs, strict=True)]
+        else:
+            attempt.next_tokens = list(firsts)
+        num_due = sum([num_known - first for first in firsts])
+        attempt.num_unverified_tokens += num_due - attempt.num_due_tokens
+        attempt.num_missing_tokens += num_due - attempt.num_due_tokens
+        attempt.first_tokens, attempt.num_due_tokens = firsts, num_due
+
     def announce(self, attempt: ReceiveAttempt, header: ChunkHeader) -> None:
         """Queue a chunk.
 
         Raises:
             PeerError: if the header is not the one that is due, or P has no credit for it.
         """
-        check_header(attempt, header, self._bytes_per_token, self.max_chunk_bytes)
+        check_header(attempt, header, self._groups, self.max_chunk_bytes)
         if len(self) >= self._credits:
             raise PeerError(f"chunk {header.seq} of {attempt.key} was announced without a credit")
         attempt.next_seq += 1
-        attempt.next_token = header.end_token
+        attempt.next_tokens[header.group] = header.end_token
         chunk = ReceivedChunk(attempt, header, header.checksum)
         self._chunks[attempt.key, header.seq] = chunk
         self._waiting.append(chunk)

@@ -15,6 +15,8 @@ the attempt ended meanwhile: ending an attempt never proves that the writer stop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from typing_extensions import override
 
 from disagg.engine.config import TRANSFER_DEFAULTS as DEFAULTS
@@ -45,6 +47,7 @@ from disagg.engine.kv_transfer.receive_window import (
     check_commit,
     check_extension,
 )
+from disagg.engine.sharding.kv_routes import PairGroup
 from disagg.proto.handover import (
     Abort,
     AbortAck,
@@ -74,7 +77,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
 
     Args:
         now: this process's clock, seconds.
-        bytes_per_token: bytes of one token's KV, all layers.
+        groups: the cache groups of the pair.
         max_chunk_bytes: largest payload.
         credits: chunks that P may have announced and not seen done.
         num_slots: staging slots of `max_chunk_bytes` each.
@@ -96,7 +99,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         self,
         now: float,
         *,
-        bytes_per_token: int,
+        groups: Sequence[PairGroup],
         max_chunk_bytes: int,
         credits: int,
         num_slots: int,
@@ -107,7 +110,7 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         tombstone_ttl_s: float = 10.0,
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
-        self._window: ReceiveWindow = ReceiveWindow(credits, num_slots, bytes_per_token, max_chunk_bytes)
+        self._window: ReceiveWindow = ReceiveWindow(credits, num_slots, groups, max_chunk_bytes)
         self._digests = digests
         self._cancelled_early = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
         self._ended = ExpiringSet(tombstone_ttl_s, MAX_TOMBSTONES)
@@ -125,8 +128,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
         num_known = attempt.spec.num_known_tokens
         assert 0 <= cached_tokens <= num_known, (key, cached_tokens)
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.RESERVED)
-        attempt.cached_tokens = attempt.next_token = cached_tokens
-        attempt.num_unverified_tokens = attempt.num_missing_tokens = num_known - cached_tokens
+        attempt.cached_tokens = cached_tokens
+        self._window.begin(attempt)
         return [SendControl(attempt.reservation)]
 
     def on_reserve_refused(self, key: AttemptKey, reason: str) -> Commands:
@@ -270,10 +273,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             return
         attempt.state = RECEIVE_TABLE.next_from_peer(attempt.state, ReceiveEvent.EXTEND)
         check_extension(attempt, message)
-        num_tokens = len(message.token_ids)
-        attempt.num_known_tokens += num_tokens
-        attempt.num_unverified_tokens += num_tokens
-        attempt.num_missing_tokens += num_tokens
+        attempt.num_known_tokens += len(message.token_ids)
+        self._window.begin(attempt)
         out.append(ExtendSequence(attempt.key, message.token_ids))
 
     def _on_commit(self, commit: Commit, out: Commands) -> None:

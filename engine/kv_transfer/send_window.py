@@ -18,9 +18,10 @@ The last chunk of a prompt is announced while its tokens are computed (ANNOUNCED
 by then.
 
 A sequence that moves while it decodes is an attempt, too. Its KV is cut as if its prompt were being computed; when what
-is worth a payload has arrived, it is held, and then its last tokens are known and it is complete.
+is worth a payload has arrived, it is held, and then its last tokens are known and it is complete. Of its windows all is
+sent then.
 
-A payload has whole tokens and at most `max_chunk_bytes`. During prefill a payload goes out when it is full, or when a
+A payload has whole tokens of one cache group and at most `max_chunk_bytes`. During prefill a payload goes out when it is full, or when a
 step left at least half of a full one; what is smaller waits for the next step, because a lone small message costs
 milliseconds. When the prompt is computed, the rest goes out whatever its size.
 """
@@ -30,11 +31,13 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disagg.engine.kv_transfer.commands import GatherChunk, SendKv
 from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
+from disagg.engine.sharding.kv_routes import PairGroup
 from disagg.proto.handover import ChunkHeader, ChunkSum, Commit
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
@@ -157,8 +160,9 @@ class SendAttempt:
     is_hold_ordered: bool = False
     num_planned: int = 0
     """The engine computes, or has computed, the tokens before this one."""
-    next_token: int = 0
-    """Tokens before this one are D's already or were cut into chunks."""
+    next_tokens: list[int] = field(default_factory=list)
+    """Of each cache group: tokens before this one are D's already, are not sent, or were cut into chunks. Set once D has
+    reserved."""
     next_seq: int = 0
     num_unannounced: int = 0
     num_gathering: int = 0
@@ -215,7 +219,7 @@ class SendAttempt:
             self.state is SendState.PREFILLING
             and self.token_id is not None
             and not self.is_growing
-            and self.next_token == self.num_known_tokens
+            and all([token == self.num_known_tokens for token in self.next_tokens])
             and self.num_unannounced == 0
         )
 
@@ -236,10 +240,11 @@ class SendAttempt:
 
 @dataclass(slots=True, eq=False)
 class SentChunk:
-    """One chunk on P: tokens [start, end) in staging slot `slot`. Owner: the `Sender`."""
+    """One chunk on P: tokens [start, end) of a cache group in staging slot `slot`. Owner: the `Sender`."""
 
     attempt: SendAttempt
     seq: int
+    group: int
     start: int
     end: int
     slot: int
@@ -268,6 +273,7 @@ class SentChunk:
             attempt=number,
             generation=self.attempt.generation,
             seq=self.seq,
+            group=self.group,
             start_token=self.start,
             end_token=self.end,
             nbytes=self.nbytes,
@@ -277,7 +283,7 @@ class SentChunk:
     @property
     def gather(self) -> GatherChunk:
         """The command that fills the slot."""
-        return GatherChunk(self.attempt.key, self.seq, self.start, self.end, self.slot, self.nbytes)
+        return GatherChunk(self.attempt.key, self.seq, self.start, self.end, self.slot, self.nbytes, self.group)
 
     @property
     def send(self) -> SendKv:
@@ -332,9 +338,15 @@ class SendWindow(ChunkWindow[SentChunk]):
     """
 
     def __init__(
-        self, credits: int, num_slots: int, bytes_per_token: int, max_chunk_bytes: int, *, announces_early: bool
+        self,
+        credits: int,
+        num_slots: int,
+        groups: Sequence[PairGroup],
+        max_chunk_bytes: int,
+        *,
+        announces_early: bool,
     ) -> None:
-        super().__init__(credits, num_slots, bytes_per_token, max_chunk_bytes)
+        super().__init__(credits, num_slots, groups, max_chunk_bytes)
         self._announces_early = announces_early
         self._num_cleared = 0
         self._closed = False
@@ -353,23 +365,33 @@ class SendWindow(ChunkWindow[SentChunk]):
         """When each chunk was announced that D or the transport is to do something with."""
         return [chunk.announced_at for chunk in self._chunks.values() if chunk.state in AWAITED]
 
+    def begin(self, attempt: SendAttempt) -> None:
+        """D has reserved, or the last tokens of a running sequence are known, of whose windows nothing was cut before:
+        note where each group begins."""
+        first, *windows = [group.first_token(attempt.num_known_tokens, attempt.cached_tokens) for group in self._groups]
+        attempt.next_tokens = [*(attempt.next_tokens[:1] or [first]), *windows]
+
     def cut(self, attempt: SendAttempt) -> list[SentChunk]:
-        """The next chunks of `attempt`, as many as there are free slots; to be gathered now."""
+        """The next chunks of `attempt`, as many as there are free slots; to be gathered now. Windows of a sequence that
+        grows still move on, so they follow when it is held."""
         chunks = []
-        while self._slots.num_free:
-            tokens = next_chunk(attempt.next_token, attempt.num_planned, self._chunk_tokens, complete=attempt.complete)
-            if tokens is None:
-                break
-            chunks.append(self._take(attempt, tokens))
+        num_planned, complete = attempt.num_planned, attempt.complete
+        for group in range(1 if attempt.is_growing else len(self._groups)):
+            while self._slots.num_free:
+                start = attempt.next_tokens[group]
+                tokens = next_chunk(start, num_planned, self._chunk_tokens[group], complete=complete)
+                if tokens is None:
+                    break
+                chunks.append(self._take(attempt, group, tokens))
         return chunks
 
-    def _take(self, attempt: SendAttempt, tokens: TokenRange) -> SentChunk:
-        nbytes = (tokens.end - tokens.start) * self._bytes_per_token
-        chunk = SentChunk(attempt, attempt.next_seq, tokens.start, tokens.end, self._slots.take(), nbytes)
+    def _take(self, attempt: SendAttempt, group: int, tokens: TokenRange) -> SentChunk:
+        nbytes = (tokens.end - tokens.start) * self._groups[group].token_bytes
+        chunk = SentChunk(attempt, attempt.next_seq, group, tokens.start, tokens.end, self._slots.take(), nbytes)
         self._chunks[attempt.key, chunk.seq] = chunk
         self._outbox.append(chunk)
         attempt.next_seq += 1
-        attempt.next_token = tokens.end
+        attempt.next_tokens[group] = tokens.end
         attempt.num_unannounced += 1
         attempt.num_gathering += 1
         return chunk

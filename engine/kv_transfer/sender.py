@@ -16,6 +16,8 @@ cleared is always sent in full. The states are in `send_window.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from disagg.engine.config import TRANSFER_DEFAULTS as DEFAULTS
 from disagg.engine.kv_transfer.commands import (
     CANCELLED,
@@ -36,6 +38,7 @@ from disagg.engine.kv_transfer.commands import (
 )
 from disagg.engine.kv_transfer.pair_half import PairHalf, PeerError, TransitionError, abort, abort_ack
 from disagg.engine.kv_transfer.send_window import SEND_TABLE, SendAttempt, SendEvent, SendState, SendWindow
+from disagg.engine.sharding.kv_routes import PairGroup
 from disagg.proto.handover import (
     Abort,
     AbortAck,
@@ -63,7 +66,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
 
     Args:
         now: this process's clock, seconds.
-        bytes_per_token: bytes of one token's KV, all layers.
+        groups: the cache groups of the pair.
         max_chunk_bytes: largest payload.
         credits: chunks that may be announced and not done.
         num_slots: staging slots of `max_chunk_bytes` each.
@@ -84,7 +87,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         self,
         now: float,
         *,
-        bytes_per_token: int,
+        groups: Sequence[PairGroup],
         max_chunk_bytes: int,
         credits: int,
         num_slots: int,
@@ -95,7 +98,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
     ) -> None:
         super().__init__(now, lease_timeout_s, heartbeat_s, transfer_timeout_s)
         self._window: SendWindow = SendWindow(
-            credits, num_slots, bytes_per_token, max_chunk_bytes, announces_early=announces_early
+            credits, num_slots, groups, max_chunk_bytes, announces_early=announces_early
         )
         self._moving: dict[AttemptKey, SendAttempt] = {}
         """Being computed or computed, until their commit."""
@@ -155,6 +158,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
             request_id, number = key
             message = Extend(request_id=request_id, attempt=number, generation=attempt.generation, token_ids=token_ids)
             out.append(SendControl(message))
+        self._window.begin(attempt)
         return out + self._move(attempt, attempt.num_known_tokens)
 
     def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Commands:
@@ -241,7 +245,8 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         if not 0 <= message.cached_tokens <= attempt.num_known_tokens:
             raise PeerError(f"Reserved with {message.cached_tokens} cached of {attempt.num_known_tokens} tokens")
         attempt.generation = message.generation
-        attempt.cached_tokens = attempt.next_token = message.cached_tokens
+        attempt.cached_tokens = message.cached_tokens
+        self._window.begin(attempt)
         attempt.started = True
         if attempt.move:
             attempt.num_planned = attempt.num_known_tokens

@@ -87,12 +87,16 @@ class Route:
     num_heads: int
 
 
-class GroupBytes(NamedTuple):
-    """A cache group as the two workers of a pair exchange it."""
+class PairGroup(NamedTuple):
+    """A cache group as a pair moves it."""
 
     token_bytes: int
-    """Bytes of one token in a chunk's payload: all slices. With one rank on both sides the layout's."""
+    """Bytes of one token's KV in a payload: all layers of the group, all slices of heads."""
     group: CacheGroup
+
+    def first_token(self, num_tokens: int, cached_tokens: int) -> int:
+        """The first token to send to a worker that has `cached_tokens` and is to have `num_tokens`."""
+        return max(cached_tokens, self.group.kept_from(num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class PairPlan:
 
     slices: tuple[HeadSlice, ...]
     """In the order of `head_slices`."""
-    groups: tuple[GroupBytes, ...]
+    groups: tuple[PairGroup, ...]
     """The cache groups. Their slices are the same."""
     sender_tp: int
     receiver_tp: int
@@ -171,7 +175,7 @@ def plan_pair(layout: KvLayout, sender_tp: int, receiver_tp: int) -> PairPlan:
         if rest:
             raise ValueError(f"the KV of a token is {group.bytes_per_token} bytes for {group.num_heads} heads")
         sent = heads_sent(slices) if group.num_heads == num_heads else group.num_heads
-        groups.append(GroupBytes(head_bytes * sent, group))
+        groups.append(PairGroup(head_bytes * sent, group))
     return PairPlan(slices, tuple(groups), sender_tp, receiver_tp)
 
 

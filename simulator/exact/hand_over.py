@@ -20,6 +20,7 @@ from disagg.engine.kv_transfer.pair_shell import ReceiverShell, SenderShell
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.plan import Buffer
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, WorkerInfo
@@ -143,10 +144,10 @@ class Pair:
         self._to_send: deque[SendKv] = deque()
         """The queued payloads; the first one is on its way."""
         now, ours, theirs = world.loop.now, prefill.config, decode.config
-        bytes_per_token = prefill.info.kv_layout.bytes_per_token
+        groups = plan_pair(prefill.info.kv_layout, 1, 1).groups
         sender = Sender(
             now,
-            bytes_per_token=bytes_per_token,
+            groups=groups,
             max_chunk_bytes=min(ours.transfer.chunk_bytes, theirs.transfer.chunk_bytes),
             credits=theirs.transfer.num_slots,
             num_slots=ours.transfer.num_slots,
@@ -154,7 +155,7 @@ class Pair:
         )
         receiver = Receiver(
             now,
-            bytes_per_token=bytes_per_token,
+            groups=groups,
             max_chunk_bytes=theirs.transfer.chunk_bytes,
             credits=theirs.transfer.num_slots,
             num_slots=theirs.transfer.num_slots,

@@ -97,6 +97,7 @@ def make_core(
     scheduling: Scheduling = "decode_first",
     tail_tokens: int = 0,
     runner: ModelRunner | None = None,
+    windows: Sequence[tuple[int, int]] = (),
 ) -> EngineCore:
     """A core over a fake runner; ten blocks of 16 tokens by default, and no host memory."""
     config = WorkerConfig(
@@ -111,7 +112,9 @@ def make_core(
         scheduling=scheduling,
         tail_tokens=tail_tokens,
     )
-    return EngineCore(runner or FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE), config=config)
+    if runner is None:
+        runner = FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE, windows=windows)
+    return EngineCore(runner, config=config)
 
 
 def run_until_idle(core: EngineCore, now: float = 0.0, max_steps: int = 10_000) -> list[Event]:

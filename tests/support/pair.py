@@ -23,6 +23,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.kv_transfer.commands import ReceiveOver, SendOver
 from disagg.engine.plan import Buffer
+from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
@@ -31,7 +32,9 @@ from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_
 from tests.support.pair_ends import CheckedReceiver, CheckedSender
 
 BYTES_PER_TOKEN = 8
-"""Of the fake model."""
+"""Of the fake model, in each cache group."""
+ONE_GROUP = plan_pair(FakeModelRunner(1, 16, 16).layout, 1, 1).groups
+"""What its pairs move."""
 ROOT = root_hash("fake")
 Message = SenderToReceiver | ReceiverToSender
 Deliver = Callable[[], None]
@@ -71,6 +74,7 @@ class Side:
     name: str
     token_budget: int
     num_blocks: int = 64
+    windows: tuple[tuple[int, int], ...] = ()
     commands: deque[Command] = field(default_factory=deque)
     events: deque[Event] = field(default_factory=deque)
 
@@ -82,7 +86,7 @@ class Side:
             token_budget=self.token_budget,
             decode_reserve_tokens=16,
         )
-        self.core = EngineCore(FakeModelRunner(self.num_blocks, 16, 1024), config=config)
+        self.core = EngineCore(FakeModelRunner(self.num_blocks, 16, 1024, windows=self.windows), config=config)
 
     def run_alone(self, spec: SequenceSpec) -> None:
         """Compute a sequence here and nothing else, so that its prefix is cached."""
@@ -133,6 +137,7 @@ class WorkerPair:
 
     Args:
         chunk_tokens: tokens of a full payload.
+        windows: of each cache group beside the first, its window and its number of blocks on either side.
         tamper: gets every control message as it is delivered, and returns what arrives instead.
         tampers: the same, for one way only: `to_d` or `to_p`.
     """
@@ -147,6 +152,7 @@ class WorkerPair:
         token_budget: int = 20,
         d_blocks: int = 64,
         p_blocks: int = 64,
+        windows: tuple[tuple[int, int], ...] = (),
         tamper: Callable[[Message], list[Message]] | None = None,
         tampers: Mapping[str, Callable[[Message], list[Message]]] = NO_TAMPERS,
         **timeouts: float,
@@ -154,8 +160,9 @@ class WorkerPair:
         self.now = 0.0
         self.credits = credits
         self.tampers = {way: tampers.get(way, tamper or _unchanged) for way in ("to_d", "to_p")}
-        self.p = Side("p", token_budget, num_blocks=p_blocks)
-        self.d = Side("d", token_budget, num_blocks=d_blocks)
+        self.windows = tuple(window for window, _ in windows)
+        self.p = Side("p", token_budget, num_blocks=p_blocks, windows=windows)
+        self.d = Side("d", token_budget, num_blocks=d_blocks, windows=windows)
         self.wire = Wire()
         self.to_d: deque[SenderToReceiver] = deque()
         self.to_p: deque[ReceiverToSender] = deque()
@@ -164,7 +171,7 @@ class WorkerPair:
         self.broken = False
         self.num_delivered = 0
         common: dict[str, Any] = {
-            "bytes_per_token": BYTES_PER_TOKEN,
+            "groups": plan_pair(FakeModelRunner(1, 16, 16, windows=windows).layout, 1, 1).groups,
             "max_chunk_bytes": chunk_tokens * BYTES_PER_TOKEN + 3,
             "credits": credits,
             **timeouts,
@@ -232,10 +239,10 @@ class WorkerPair:
         self.answers[side].clear()
         sender, receiver = self._new_ends()
         if side == "p":
-            self.sender, self.p = sender, Side("p", self.p.token_budget, self.p.num_blocks)
+            self.sender, self.p = sender, Side("p", self.p.token_budget, self.p.num_blocks, self.p.windows)
             self.receiver.close()
         else:
-            self.receiver, self.d = receiver, Side("d", self.d.token_budget, self.d.num_blocks)
+            self.receiver, self.d = receiver, Side("d", self.d.token_budget, self.d.num_blocks, self.d.windows)
             self.sender.close()
 
     def reconnect(self) -> None:
@@ -367,7 +374,7 @@ class WorkerPair:
     def expected(self, key: AttemptKey) -> list[int]:
         """What the fake model answers, from the first token of this attempt on."""
         spec = self.specs[key]
-        answer = _answer_of(spec.prompt_token_ids, spec.sampling.max_tokens)
+        answer = _answer_of(spec.prompt_token_ids, spec.sampling.max_tokens, self.windows)
         return list(answer[len(spec.emitted_token_ids) :])
 
     def answer(self, key: AttemptKey) -> list[int]:
@@ -395,6 +402,6 @@ class WorkerPair:
 
 
 @functools.cache
-def _answer_of(prompt_token_ids: PackedTokenIds, num_tokens: int) -> tuple[int, ...]:
+def _answer_of(prompt_token_ids: PackedTokenIds, num_tokens: int, windows: tuple[int, ...]) -> tuple[int, ...]:
     """The same few prompts are played thousands of times."""
-    return tuple(fake_generate(unpack_token_ids(prompt_token_ids), num_tokens))
+    return tuple(fake_generate(unpack_token_ids(prompt_token_ids), num_tokens, windows=windows))

@@ -26,7 +26,7 @@ from disagg.engine.plan import (
     StepResult,
 )
 from disagg.engine.request import Sequence as EngineSequence
-from disagg.engine.request import SequenceState
+from disagg.engine.request import SequenceState, WindowTable
 from tests.support.engine import BLOCK, VOCAB_SIZE
 
 
@@ -83,8 +83,9 @@ class QueueingRunner(FakeModelRunner):
         *,
         max_decodes: int = 8,
         failing: dict[int, str] | None = None,
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
-        super().__init__(num_blocks, block_size, max_model_len, VOCAB_SIZE)
+        super().__init__(num_blocks, block_size, max_model_len, VOCAB_SIZE, windows=windows)
         self.max_decodes = max_decodes
         self.failing = failing or {}
         self.is_launching = True
@@ -177,7 +178,7 @@ class _Copied:
     """What a queued step reads of an entry: nothing that changes behind it."""
 
     token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     entry: ScheduledSequence
     after: HostQueuedStep | None
     """What samples its last token, where that is not known."""
@@ -190,7 +191,8 @@ class _Copied:
         assert num_missing in (0, 1)
         assert sequence.state is SequenceState.RUNNING
         assert num_missing == 0 or after is not None, "its last token is nowhere"
-        return cls(tuple(sequence.token_ids), tuple(sequence.block_table), entry, after if num_missing else None)
+        tables = tuple(tuple(sequence.table_of(group)) for group in range(1 + len(sequence.windows)))
+        return cls(tuple(sequence.token_ids), tables, entry, after if num_missing else None)
 
     def known(self) -> ScheduledSequence:
         """The entry with all its ids, once they are there."""
@@ -202,6 +204,7 @@ class _Copied:
             self.entry.sequence.spec,
             SequenceState.RUNNING,
             token_ids=token_ids,
-            block_table=list(self.block_table),
+            block_table=list(self.block_tables[0]),
+            windows=[WindowTable(list(table), 0, 0, 0, 0) for table in self.block_tables[1:]],
         )
         return ScheduledSequence(sequence, self.entry.start, 1, samples=True)

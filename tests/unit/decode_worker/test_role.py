@@ -49,7 +49,6 @@ from disagg.proto.messages import Dispatch, HandedOver, KvLayout, TokenLogprobs,
 from tests.support.roles import (
     BYTES_PER_TOKEN,
     GATEWAY,
-    LAYOUT,
     PlayedContext,
     info_of,
     key_of,

@@ -5,6 +5,7 @@ model says."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -60,19 +61,21 @@ class Start:
     stops_at: int | None = None
     """Index of an output token that is a stop id."""
 
-    def spec(self, attempt: int, logprobs: int) -> SequenceSpec:
+    def spec(self, attempt: int, logprobs: int, windows: tuple[int, ...]) -> SequenceSpec:
         prompt = make_prompt(self.num_prompt_tokens, seed=self.family)
         return make_spec(
             "r",
             prompt,
             max_tokens=self.max_tokens + self.num_emitted,
-            emitted=fake_generate(prompt, self.num_emitted, VOCAB_SIZE),
+            emitted=fake_generate(prompt, self.num_emitted, VOCAB_SIZE, windows=windows),
             attempt=attempt,
             priority=self.priority,
             timeout_s=self.timeout_s,
             cached=self.cached,
             logprobs=logprobs,
-            stop=() if self.stops_at is None else fake_generate(prompt, self.stops_at + 1, VOCAB_SIZE)[-1:],
+            stop=()
+            if self.stops_at is None
+            else fake_generate(prompt, self.stops_at + 1, VOCAB_SIZE, windows=windows)[-1:],
         )
 
 
@@ -90,12 +93,6 @@ STARTS = st.builds(
 )
 
 
-def _answer(sequence: Sequence) -> list[int]:
-    """What the fake model answers."""
-    sampling = sequence.spec.sampling
-    return fake_generate(unpack_token_ids(sequence.spec.prompt_token_ids), sampling.max_tokens, VOCAB_SIZE)
-
-
 class CoreMachine(RuleBasedStateMachine):
     """`live` is what the core must hold by its own answers; nothing else is known about its inside."""
 
@@ -106,7 +103,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.live: dict[AttemptKey, SequenceSpec] = {}
         self.kinds: dict[AttemptKey, str] = {}
         self.tokens: dict[AttemptKey, list[int]] = {}
-        self.missing: dict[AttemptKey, list[tuple[int, int]]] = {}
+        self.missing: dict[AttemptKey, list[tuple[int, int, int]]] = {}
+        """Cache group, first token and end of what is still to be scattered."""
         self.leaving: dict[AttemptKey, int] = {}
         """Sequences that are held, or will be, and how many of their tokens were known then."""
         self.unread: list[tuple[AttemptKey, Buffer]] = []
@@ -124,6 +122,7 @@ class CoreMachine(RuleBasedStateMachine):
         queues=st.booleans(),
         right_drafts=st.sampled_from([None, 0.7, 1.0, 0.0]),
         failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "result"]), max_size=3),
+        windows=st.sampled_from([(), (), ((16, 10),), ((5, 8), (40, 14)), ((33, 30),)]),
     )
     def make(
         self,
@@ -138,10 +137,14 @@ class CoreMachine(RuleBasedStateMachine):
         queues: bool,
         right_drafts: float | None,
         failing: dict[int, str],
+        windows: tuple[tuple[int, int], ...],
     ) -> None:
+        self.windows = tuple(window for window, _ in windows)
         self.may_be_preempted = not computes_prompts
         self.queues = queues
-        runner = QueueingRunner(num_blocks, block_size, max_decodes=3, failing=failing) if queues else None
+        runner = (
+            QueueingRunner(num_blocks, block_size, max_decodes=3, failing=failing, windows=windows) if queues else None
+        )
         self.core = make_core(
             num_blocks,
             block_size=block_size,
@@ -153,9 +156,11 @@ class CoreMachine(RuleBasedStateMachine):
             roles=("prefill", "decode") if computes_prompts else ("decode",),
             scheduling=scheduling,
             runner=runner,
+            windows=windows,
         )
+        self.groups = self.core._groups
         if right_drafts is not None:
-            draft(self.core, KnownDrafts(_answer, right=right_drafts, vocab_size=VOCAB_SIZE))
+            draft(self.core, KnownDrafts(self.answer_of, right=right_drafts, vocab_size=VOCAB_SIZE))
 
     # ------------------------------------------------------------ commands
 
@@ -165,7 +170,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.attempts += 1
             # What asks for log-probabilities is not computed ahead.
             asked = self.attempts % 4 - 1 if not self.queues or self.attempts % 8 == 7 else -1
-            spec = start.spec(self.attempts, asked)
+            spec = start.spec(self.attempts, asked, self.windows)
             self.live[spec.key] = spec
             self.kinds[spec.key] = start.kind
             self.tokens[spec.key] = list(spec.emitted_token_ids)
@@ -211,7 +216,8 @@ class CoreMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(known) - 1))
         end = data.draw(st.integers(start + 1, len(known) + 1))
         out = kv_of([0] * end, start, end)
-        self.handle(Gather(key, 0, start, end, out))
+        group = data.draw(st.integers(0, len(self.groups)))
+        self.handle(Gather(key, 0, start, end, out, group=group))
         if Gathered(key, 0, True, UNKEYED(out)) in self.last_events:
             assert out.tolist() == kv_of(known, start, end).tolist()
 
@@ -280,18 +286,26 @@ class CoreMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ the model
 
+    def answer_of(self, sequence: Sequence) -> list[int]:
+        """What the fake model answers."""
+        return self.generate(unpack_token_ids(sequence.spec.prompt_token_ids), sequence.spec.sampling.max_tokens)
+
+    def generate(self, prompt: Seq[int], num_tokens: int) -> list[int]:
+        return fake_generate(prompt, num_tokens, VOCAB_SIZE, windows=self.windows)
+
     def pick(self, data: st.DataObject, keys: Iterable[AttemptKey]) -> AttemptKey:
         return data.draw(st.sampled_from(sorted(keys)))
 
     def handle(self, command: Command) -> None:
         self.take(self.core.handle(command, self.now))
 
-    def scatter(self, key: AttemptKey, token_range: tuple[int, int]) -> None:
+    def scatter(self, key: AttemptKey, token_range: tuple[int, int, int]) -> None:
         spec = self.live[key]
         known = [*unpack_token_ids(spec.prompt_token_ids), *spec.emitted_token_ids]
-        buffer = kv_of(known, *token_range)
+        group, start, end = token_range
+        buffer = kv_of(known, start, end)
         self.unread.append((key, buffer))
-        self.handle(Scatter(key, 0, *token_range, buffer))
+        self.handle(Scatter(key, 0, start, end, buffer, group=group))
         assert self.last_events in ([Scattered(key, 0, ok=True)], [])
         assert self.last_events or self.queues
         self.missing[key].remove(token_range)
@@ -300,7 +314,7 @@ class CoreMachine(RuleBasedStateMachine):
         del self.missing[key]
         known = [*unpack_token_ids(self.live[key].prompt_token_ids), *self.tokens[key]]
         self.kinds[key] = "run"
-        (token_id,) = fake_generate(known, 1, VOCAB_SIZE)
+        (token_id,) = self.generate(known, 1)
         self.handle(Join(key, token_id, self.logprobs(key, token_id)))
 
     def logprobs(self, key: AttemptKey, token_id: int) -> TokenLogprobs | None:
@@ -338,14 +352,18 @@ class CoreMachine(RuleBasedStateMachine):
                     self.check_end(event)
                     self.forget(event.key)
 
-    def cut(self, key: AttemptKey, start: int) -> list[tuple[int, int]]:
+    def cut(self, key: AttemptKey, cached: int) -> list[tuple[int, int, int]]:
         num_known = self.live[key].num_known_tokens
-        return [(first, min(first + 20, num_known)) for first in range(start, num_known, 20)]
+        return [
+            (number, first, min(first + 20, num_known))
+            for number, group in enumerate(self.groups)
+            for first in range(max(cached, group.kept_from(num_known)), num_known, 20)
+        ]
 
     def check_end(self, event: Ended) -> None:
         spec, output = self.live[event.key], self.tokens[event.key]
         prompt = unpack_token_ids(spec.prompt_token_ids)
-        assert output == fake_generate(prompt, len(output), VOCAB_SIZE)
+        assert output == self.generate(prompt, len(output))
         reasons = ["stop", "length", "deadline", "refused", "failed"]
         assert event.reason in reasons or (event.reason == "preempted" and self.may_be_preempted)
         stops = [index for index, token in enumerate(output) if token in spec.sampling.stop_token_ids]

@@ -11,7 +11,7 @@ from disagg.engine.kv_transfer.commands import HoldSequence
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.proto.handover import Abort, Commit, Extend, Failure, Offer, Reserved
 from disagg.proto.ids import AttemptKey
-from tests.support.pair import Message, WorkerPair, prompt_of, spec_of
+from tests.support.pair import ONE_GROUP, Message, WorkerPair, prompt_of, spec_of
 
 
 def decoding(
@@ -258,7 +258,7 @@ def test_a_prompt_does_not_grow() -> None:
 
 def test_it_is_held_once_what_is_worth_a_payload_has_arrived() -> None:
     """A sender alone: 20 tokens are known, a payload has 8, so that 16 + 4 go while it decodes."""
-    machine = Sender(0.0, bytes_per_token=8, max_chunk_bytes=64, credits=3, num_slots=3)
+    machine = Sender(0.0, groups=ONE_GROUP, max_chunk_bytes=64, credits=3, num_slots=3)
     spec = spec_of("r", prompt_of(20))
     machine.offer(spec, 0.0, 1)
     out = machine.on_message(Reserved(request_id=spec.request_id, attempt=0, generation=1, cached_tokens=17), 0.0)

@@ -34,7 +34,7 @@ from disagg.engine.kv_transfer.sender import Sender
 from disagg.proto import handover
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Commit, CommitAck, Failure, Offer
 from disagg.proto.messages import TokenLogprobs
-from tests.support.pair import prompt_of, spec_of
+from tests.support.pair import ONE_GROUP, prompt_of, spec_of
 from tests.support.pair_ends import RecordedIo
 
 SPEC = spec_of("a", prompt_of(6))
@@ -42,7 +42,7 @@ KEY, GATEWAY = SPEC.key, SPEC.gateway_id
 ID: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt}
 NAMED: dict[str, Any] = {**ID, "generation": 1}
 LOGPROBS = TokenLogprobs(-0.5, (99,), (-0.5,))
-SIZES: dict[str, Any] = {"bytes_per_token": 8, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
+SIZES: dict[str, Any] = {"groups": ONE_GROUP, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
 RESERVED = handover.Reserved(**NAMED, cached_tokens=0)
 ENDED = Cause(Failure.ENDED, "ended on the prefill worker: length")
 

@@ -7,6 +7,7 @@ nothing is joined before all of it is verified, that the two sides agree on size
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,14 +30,15 @@ class PairLife(RuleBasedStateMachine):
         receive_slots=st.integers(1, 3),
         token_budget=st.integers(3, 40),
         d_blocks=st.sampled_from([6, 12, 64]),
+        windows=st.sampled_from([(), (), ((16, 12),), ((5, 40), (40, 16)), ((33, 64),)]),
     )
-    def start(self, **options: int) -> None:
+    def start(self, **options: Any) -> None:
         self.actions: dict[str, str] = {}
         self.held: dict[str, list[Message]] = {"to_d": [], "to_p": []}
         self.pair = WorkerPair(
             tampers={way: partial(self.arrive, way) for way in self.held},
             transfer_timeout_s=TRANSFER_TIMEOUT_S,
-            **options,  # type: ignore[arg-type]  # hypothesis knows the fields
+            **options,
         )
         self.num_offered = 0
 

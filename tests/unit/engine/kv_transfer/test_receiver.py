@@ -39,7 +39,7 @@ from disagg.proto.handover import (
     Reserved,
 )
 from disagg.proto.messages import EndReason, TokenLogprobs
-from tests.support.pair import prompt_of, spec_of
+from tests.support.pair import ONE_GROUP, prompt_of, spec_of
 
 SPEC = spec_of("a", prompt_of(20))
 KEY = SPEC.key
@@ -50,7 +50,7 @@ NOTHING = {"receiving": 0, "receiving_chunks": 0, "receiving_slots": 0, "tombsto
 
 
 def receiver(**options: Any) -> Receiver:
-    defaults: dict[str, Any] = {"bytes_per_token": 8, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
+    defaults: dict[str, Any] = {"groups": ONE_GROUP, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
     return Receiver(0.0, **{**defaults, **options})
 
 

@@ -40,7 +40,7 @@ from disagg.proto.handover import (
 )
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import TokenLogprobs
-from tests.support.pair import prompt_of, spec_of
+from tests.support.pair import ONE_GROUP, prompt_of, spec_of
 
 SPEC = spec_of("a", prompt_of(20))
 KEY = SPEC.key
@@ -49,7 +49,7 @@ NAMED: dict[str, Any] = {**ID, "generation": 7}
 
 
 def sender(**options: Any) -> Sender:
-    defaults: dict[str, Any] = {"bytes_per_token": 8, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
+    defaults: dict[str, Any] = {"groups": ONE_GROUP, "max_chunk_bytes": 64, "credits": 2, "num_slots": 2}
     return Sender(0.0, **{**defaults, **options})
 
 

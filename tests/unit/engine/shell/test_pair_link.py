@@ -10,6 +10,7 @@ from disagg.engine.kv_transfer.pair_shell import ReceiverShell
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.shell.pair_link import LinkTable, PairLink, surplus_links, total_holdings
 from disagg.proto.ids import WorkerId
+from tests.support.pair import ONE_GROUP
 from tests.support.pair_ends import RecordedIo
 from tests.support.roles import PlayedContext, key_of
 
@@ -21,7 +22,7 @@ class PlayedLink(PairLink):
 
     def __init__(self, name: str = "p", *, used_at: float = 0.0, **held: int) -> None:
         super().__init__(PlayedContext("d", "decode"), WorkerId(name))
-        half = Receiver(0.0, bytes_per_token=8, max_chunk_bytes=80, credits=1, num_slots=2)
+        half = Receiver(0.0, groups=ONE_GROUP, max_chunk_bytes=80, credits=1, num_slots=2)
         self.shell = self._shell = ReceiverShell(half, RecordedIo())
         self.used_at = used_at
         self.held = held
