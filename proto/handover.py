@@ -132,8 +132,8 @@ class Refused(AttemptMessage, frozen=True, kw_only=True, tag=True):
 
 
 class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
-    """Announces `nbytes` of KV of one cache group, for tokens [start_token, end_token). Of a group with a window only the
-    tokens are sent that `CacheGroup.kept_from` gives for all tokens that D is to have, less what D has.
+    """Announces `nbytes` of KV of one cache group, for tokens [start_token, end_token). Of a group with a window only
+    the tokens are sent that `CacheGroup.kept_from` gives for all tokens that D is to have, less what D has.
 
     The payload is all heads, or with several ranks on either side the slices of heads that the two workers' `tp` give
     (`engine/sharding/kv_routes.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever

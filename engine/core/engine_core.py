@@ -536,7 +536,8 @@ class EngineCore:
         return found._replace(expert_imbalance=self._runner.expert_imbalance)
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
-        """What was put into the prefix cache or evicted since the last call, in order; then the same of resume points."""
+        """What was put into the prefix cache or evicted since the last call, in order; then the same of resume
+        points."""
         return self._blocks.prefix.drain_events() + self._scheduler.kv_cache.points.drain_events()
 
     def prefix_snapshot(self) -> BlocksSnapshot:

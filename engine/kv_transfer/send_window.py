@@ -21,9 +21,9 @@ A sequence that moves while it decodes is an attempt, too. Its KV is cut as if i
 is worth a payload has arrived, it is held, and then its last tokens are known and it is complete. Of its windows all is
 sent then.
 
-A payload has whole tokens of one cache group and at most `max_chunk_bytes`. During prefill a payload goes out when it is full, or when a
-step left at least half of a full one; what is smaller waits for the next step, because a lone small message costs
-milliseconds. When the prompt is computed, the rest goes out whatever its size.
+A payload has whole tokens of one cache group and at most `max_chunk_bytes`. During prefill a payload goes out when it is
+full, or when a step left at least half of a full one; what is smaller waits for the next step, because a lone small
+message costs milliseconds. When the prompt is computed, the rest goes out whatever its size.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class SendAttempt:
     num_planned: int = 0
     """The engine computes, or has computed, the tokens before this one."""
     next_tokens: list[int] = field(default_factory=list)
-    """Of each cache group: tokens before this one are D's already, are not sent, or were cut into chunks. Set once D has
-    reserved."""
+    """Of each cache group: tokens before this one are D's already, are not sent, or were cut into chunks. Set once D
+    has reserved."""
     next_seq: int = 0
     num_unannounced: int = 0
     num_gathering: int = 0
@@ -219,7 +219,7 @@ class SendAttempt:
             self.state is SendState.PREFILLING
             and self.token_id is not None
             and not self.is_growing
-            and all([token == self.num_known_tokens for token in self.next_tokens])
+            and all(token == self.num_known_tokens for token in self.next_tokens)
             and self.num_unannounced == 0
         )
 

@@ -124,7 +124,7 @@ class Fleet:
         self.expected.came(info.worker_id)
         worker = self._workers.get(info.worker_id)
         if worker is None:
-            self.index.add_worker(info.worker_id, info.incarnation)
+            self.index.add_worker(info.worker_id, info.incarnation, has_windows=len(info.kv_layout.groups) > 1)
             slot_tokens = self._config.prefill_chunks * info.token_budget
             bit = self.index.bit(info.worker_id)
             load = self.assignments.of_worker(info.worker_id)

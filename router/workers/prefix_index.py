@@ -23,6 +23,9 @@ are kept apart from reported ones, and end by a report of the block, by time, or
 
 A match thus is at least what was reported, and at most that and the chains predicted.
 
+Workers whose layout has windows report resume points beside their blocks (engine/blocks/resume_points.py): of such a
+worker the match is the deepest point on the chain that is not longer than what it has. Nothing is predicted of points.
+
 Owner: the fleet.
 """
 
@@ -35,7 +38,15 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, KvEvent, WorkerReport
+from disagg.proto.messages import (
+    BlocksRemoved,
+    BlocksSnapshot,
+    BlocksStored,
+    KvEvent,
+    ResumeRemoved,
+    ResumeStored,
+    WorkerReport,
+)
 
 PREDICTED_FOR_S = 5.0
 """Seconds for which a predicted block counts without a report of it."""
@@ -65,6 +76,8 @@ class _Holder(msgspec.Struct, eq=False, gc=False):
     for 10 million blocks saves pauses of seconds."""
     predicted: dict[BlockHash, float] = {}
     """Blocks that it is predicted to have, and until when the prediction counts."""
+    points: dict[BlockHash, None] = {}
+    """Last blocks of the prefixes that it can resume; only of a worker with windows."""
     next_sequence: int | None = None
     """The sequence number of the next report; None while not synced."""
 
@@ -96,14 +109,17 @@ class PrefixIndex:
         """The shared integer for the set of each single worker."""
         self._predictions: deque[_Prediction] = deque()
         """The predictions in the order of their ends."""
+        self._with_windows: WorkerSet = 0
+        self._points: dict[BlockHash, WorkerSet] = {}
+        """Resume points: last block -> workers with windows that can resume behind it."""
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
     # ------------------------------------------------------------ workers
 
-    def add_worker(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Add an incarnation of a worker; an earlier one is removed."""
+    def add_worker(self, worker_id: WorkerId, incarnation: Incarnation, *, has_windows: bool = False) -> None:
+        """Add an incarnation of a worker; an earlier one is removed. `has_windows`: only its resume points count."""
         self.remove_worker(worker_id)
         if self._free_slots:
             slot = heapq.heappop(self._free_slots)
@@ -114,6 +130,8 @@ class PrefixIndex:
         bit = 1 << slot
         self._bits[worker_id] = self._single[bit] = bit
         self._workers[worker_id] = _Holder(incarnation, slot, bit)
+        if has_windows:
+            self._with_windows |= bit
 
     def remove_worker(self, worker_id: WorkerId) -> None:
         """Remove a worker and all its blocks; the cost does not depend on other workers. Does nothing for an unknown
@@ -123,6 +141,8 @@ class PrefixIndex:
             return
         self._unmark(holder.bit, {**holder.hashes, **holder.predicted})
         holder.predicted.clear()  # Predictions that wait to expire find nothing.
+        self._remove_points(holder, list(holder.points))
+        self._with_windows &= ~holder.bit
         del self._bits[worker_id]
         del self._single[holder.bit]
         heapq.heappush(self._free_slots, holder.slot)
@@ -149,6 +169,7 @@ class PrefixIndex:
             was_synced = holder.next_sequence is not None
             holder.next_sequence = None
             self._discard(holder, list(holder.hashes))
+            self._remove_points(holder, list(holder.points))
             return not was_synced
         for event in events:
             self._apply_event(holder, event)
@@ -172,7 +193,7 @@ class PrefixIndex:
         holder = self._workers.get(worker_id)
         if holder is None:
             return
-        most = len(hashes) if num_matched is None else num_matched
+        most = len(hashes) if num_matched is None or holder.bit & self._with_windows else num_matched
         lacking = hashes[_num_leading(holder.hashes, hashes, most) :]
         if not lacking:
             return
@@ -199,7 +220,27 @@ class PrefixIndex:
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The number of leading blocks of the chain that each worker has; valid until the index changes."""
-        return PrefixMatch(prefix_ends(hashes, self._shards), self._slots, hashes)
+        ends = prefix_ends(hashes, self._shards)
+        if self._with_windows:
+            ends = self._resumable(ends, hashes)
+        return PrefixMatch(ends, self._slots, hashes)
+
+    def _resumable(self, ends: list[tuple[int, WorkerSet]], hashes: Sequence[BlockHash]) -> list[tuple[int, WorkerSet]]:
+        """The same with workers that have windows at their deepest point: one scan of the chain, backwards."""
+        found: dict[int, WorkerSet] = {}
+        left = 0
+        shorter = [num_blocks for num_blocks, _ in ends[:-1]]
+        for (num_blocks, workers), until in zip(reversed(ends), [*reversed(shorter), 0], strict=True):
+            if plain := workers & ~self._with_windows:
+                found[num_blocks] = found.get(num_blocks, 0) | plain
+            left |= workers & self._with_windows
+            for end in range(num_blocks, until, -1):
+                if not left:
+                    break
+                if here := self._points.get(hashes[end - 1], 0) & left:
+                    found[end] = found.get(end, 0) | here
+                    left ^= here
+        return sorted(found.items())
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """How many leading blocks of the chain each worker has; without workers that have none."""
@@ -213,6 +254,12 @@ class PrefixIndex:
                 shard = expected[block_hash[0]]
                 shard[block_hash] = shard.get(block_hash, 0) | holder.bit
         problems = [] if expected == self._shards else ["prefix index: hashes and holders differ"]
+        points: dict[BlockHash, WorkerSet] = {}
+        for holder in self._workers.values():
+            for block_hash in holder.points:
+                points[block_hash] = points.get(block_hash, 0) | holder.bit
+        if points != self._points:
+            problems.append("prefix index: resume points and workers differ")
         if self._bits != {worker_id: holder.bit for worker_id, holder in self._workers.items()}:
             problems.append("prefix index: bits and workers differ")
         ending = {(p.holder.slot, block_hash, p.end) for p in self._predictions for block_hash in p.hashes}
@@ -226,9 +273,15 @@ class PrefixIndex:
 
     def _apply_event(self, holder: _Holder, event: KvEvent) -> None:
         match event:
-            case BlocksSnapshot(hashes=hashes):
+            case BlocksSnapshot(hashes=hashes, resume=points):
                 self._discard(holder, list(holder.hashes.keys() - hashes))
                 self._store(holder, hashes)
+                self._remove_points(holder, list(holder.points))
+                self._add_points(holder, points)
+            case ResumeStored(hashes=points):
+                self._add_points(holder, points)
+            case ResumeRemoved(hashes=points):
+                self._remove_points(holder, points)
             case BlocksStored(hashes=hashes):
                 self._store(holder, hashes)
             case BlocksRemoved(hashes=hashes):
@@ -246,6 +299,20 @@ class PrefixIndex:
         take, predicted = holder.hashes.pop, holder.predicted
         gone = [h for h in hashes if take(h, _UNKNOWN) is None and h not in predicted]
         self._unmark(holder.bit, gone)
+
+    def _add_points(self, holder: _Holder, points: Sequence[BlockHash]) -> None:
+        for block_hash in points:
+            self._points[block_hash] = self._points.get(block_hash, 0) | holder.bit
+        holder.points.update(dict.fromkeys(points))
+
+    def _remove_points(self, holder: _Holder, points: Sequence[BlockHash]) -> None:
+        for block_hash in points:
+            if holder.points.pop(block_hash, _UNKNOWN) is None:
+                left = self._points[block_hash] & ~holder.bit
+                if left:
+                    self._points[block_hash] = left
+                else:
+                    del self._points[block_hash]
 
     def _mark(self, bit: WorkerSet, hashes: Iterable[BlockHash]) -> None:
         """Add a worker to the holders of blocks. Blocks in a row mostly have the same holders: they get the same
