@@ -49,8 +49,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Prefill role: copy the KV of tokens [start, end), of one cache group, into `out`. Answer: `Gathered` (`ok` false if
-    the sequence is gone), or first `Gathering` where the copy was only begun."""
+    """Prefill role: copy the KV of tokens [start, end), of one cache group, into `out`. Answer: `Gathered` (`ok` false
+    if the sequence is gone), or first `Gathering` where the copy was only begun."""
 
     key: AttemptKey
     seq: int

@@ -3,10 +3,10 @@
     preempted ──keep──> slots taken, `SwapOut` ──(copied)──> suspended ──admitted──> `SwapIn` ──(copied)──> free_slots
                   └── no slots left: computed again, on this worker or on another one
 
-A slot holds `slot_tokens` tokens of the first cache group, or as many whole blocks of another group as fit into the same
-bytes; of a window only what is left of it is kept. Its memory is allocated at its first use and then reused, so that a
-worker never has more of it than its slots. The engine core makes the copies between two steps, in the order in which
-they were decided, with the runner's gather and scatter.
+A slot holds `slot_tokens` tokens of the first cache group, or as many whole blocks of another group as fit into the
+same bytes; of a window only what is left of it is kept. Its memory is allocated at its first use and then reused, so
+that a worker never has more of it than its slots. The engine core makes the copies between two steps, in the order in
+which they were decided, with the runner's gather and scatter.
 """
 
 from __future__ import annotations

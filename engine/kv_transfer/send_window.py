@@ -18,11 +18,11 @@ The last chunk of a prompt is announced while its tokens are computed (ANNOUNCED
 by then.
 
 A sequence that moves while it decodes is an attempt, too. Its KV is cut as if its prompt were being computed; when what
-is worth a payload has arrived, it is held, and then its last tokens are known and it is complete. Of its windows all is
-sent then.
+is worth a payload has arrived, it is held, and then its last tokens are known and it is complete. Of its windows, which
+move on meanwhile, all is sent then.
 
-A payload has whole tokens of one cache group and at most `max_chunk_bytes`. During prefill a payload goes out when it is
-full, or when a step left at least half of a full one; what is smaller waits for the next step, because a lone small
+A payload has whole tokens of one cache group and at most `max_chunk_bytes`. During prefill a payload goes out when it
+is full, or when a step left at least half of a full one; what is smaller waits for the next step, because a lone small
 message costs milliseconds. When the prompt is computed, the rest goes out whatever its size.
 """
 

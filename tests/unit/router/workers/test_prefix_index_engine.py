@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, rule
 
 from disagg.engine.commands import Add, Command, Reserve
 from disagg.engine.fake_runner import fake_generate
-from disagg.proto.block_hash import chain_hashes
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 from disagg.router.workers.prefix_index import PrefixIndex
@@ -28,13 +28,12 @@ class ReportingMachine(CoreMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex()
-        self.index.add_worker(WORKER, Incarnation("1"))
         self.num_reports = 0
         self.chains: set[tuple[BlockHash, ...]] = set()
 
     def handle(self, command: Command) -> None:
         if isinstance(command, Add | Reserve):
-            self.chains.add(chain_of(command.spec.prompt_token_ids, command.spec.sampling.max_tokens))
+            self.chains.add(chain_of(command.spec.prompt_token_ids, command.spec.sampling.max_tokens, self.windows))
         super().handle(command)
 
     @rule(
@@ -56,6 +55,7 @@ class ReportingMachine(CoreMachine):
         snapshot = self.core.prefix_snapshot()
         events = self.core.drain_kv_events()
         if self.num_reports == 0:
+            self.index.add_worker(WORKER, Incarnation("1"), has_windows=bool(self.windows))
             events = (snapshot, *events)
         assert self.index.apply(worker_report(WORKER, self.num_reports, *events))
         self.num_reports += 1
@@ -65,8 +65,18 @@ class ReportingMachine(CoreMachine):
         for chain in self.chains:
             length = next((i for i, block_hash in enumerate(chain) if block_hash not in announced), len(chain))
             reachable.update(chain[:length])
+            if self.windows:
+                length = max((i for i in range(1, length + 1) if chain[i - 1] in snapshot.resume), default=0)
+                assert self.is_resumable(chain, length)
             assert self.index.match(chain) == ({WORKER: length} if length else {})
         assert announced == reachable
+
+    def is_resumable(self, chain: tuple[BlockHash, ...], num_units: int) -> bool:
+        """Whether each window has all blocks that a prefix of so many units of 16 tokens needs."""
+        per_block = self.core._blocks.block_size // HASH_BLOCK_TOKENS
+        keys = chain[per_block - 1 :: per_block]
+        windows = self.core._scheduler.kv_cache.windows
+        return all(window.last_gap(keys, num_units // per_block) is None for window in windows)
 
 
 def start(family: int, num_prompt_tokens: int, max_tokens: int) -> Start:
@@ -74,10 +84,11 @@ def start(family: int, num_prompt_tokens: int, max_tokens: int) -> Start:
 
 
 @functools.cache
-def chain_of(prompt: PackedTokenIds, num_output_tokens: int) -> tuple[BlockHash, ...]:
+def chain_of(prompt: PackedTokenIds, num_output_tokens: int, windows: tuple[int, ...]) -> tuple[BlockHash, ...]:
     """The blocks of a sequence to its very end: what the fake model answers is known beforehand."""
     ids = unpack_token_ids(prompt)
-    return tuple(chain_hashes(ROOT, pack_token_ids(ids + fake_generate(ids, num_output_tokens, VOCAB_SIZE))))
+    output = fake_generate(ids, num_output_tokens, VOCAB_SIZE, windows=windows)
+    return tuple(chain_hashes(ROOT, pack_token_ids(ids + output)))
 
 
 TestReports = ReportingMachine.TestCase

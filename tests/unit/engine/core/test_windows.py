@@ -1,0 +1,208 @@
+"""Sequences of a model with windows: what they hold, what they leave behind, where they are resumed. Whatever is freed
+or resumed wrongly gives other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from disagg.engine.commands import Add, Gather, Gathered, Hold, Reserve, Reserved, ReserveRefused, Scatter, Scattered
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate
+from disagg.engine.request import Sequence as EngineSequence
+from disagg.proto.block_hash import chain_hashes
+from disagg.proto.messages import ResumeRemoved, ResumeStored
+from disagg.proto.token_ids import pack_token_ids
+from tests.support.engine import (
+    ROOT,
+    VOCAB_SIZE,
+    assert_idle,
+    end_of,
+    handle_all,
+    key_of,
+    kv_of,
+    make_core,
+    make_prompt,
+    make_spec,
+    run_until_idle,
+    token_ids_of,
+)
+
+WINDOW = 40
+"""Three blocks."""
+PROMPT = make_prompt(200)
+
+
+def core_of(pool: int = 40, window: int = WINDOW, **options: int) -> EngineCore:
+    return make_core(100, decode_reserve_tokens=16, windows=((window, pool),), **{"token_budget": 48, **options})
+
+
+def generated(prompt: Sequence[int], num_tokens: int, window: int = WINDOW) -> list[int]:
+    return fake_generate(prompt, num_tokens, VOCAB_SIZE, windows=(window,))
+
+
+def hashes_of(token_ids: Sequence[int]) -> list[bytes]:
+    return list(chain_hashes(ROOT, pack_token_ids(token_ids)))
+
+
+def answered(core: EngineCore, name: str, prompt: Sequence[int], num_tokens: int = 4) -> int:
+    """The sequence runs to its end and answers as the model does; tokens that were cached."""
+    events = handle_all(core, Add(make_spec(name, prompt, max_tokens=num_tokens))) + run_until_idle(core)
+    assert token_ids_of(events, name) == generated(prompt, num_tokens)
+    return end_of(events, name).cached_tokens
+
+
+def only(core: EngineCore) -> EngineSequence:
+    (sequence,) = core._scheduler.sequences.values()
+    return sequence
+
+
+def test_a_sequence_holds_its_window_however_long_it_is() -> None:
+    core = core_of()
+    handle_all(core, Add(make_spec("a", PROMPT, max_tokens=150)))
+    most = 0
+    while core.has_work:
+        core.step(0.0)
+        for sequence in core._scheduler.sequences.values():
+            (held,) = sequence.windows
+            most = max(most, held.num_held)
+            assert held.first == max(0, sequence.num_computed_tokens // 16 - 3)
+            assert held.block_table[: held.first] == [0] * held.first
+    assert most == 3 + 2
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 40, 48, 200, 4000])
+@pytest.mark.parametrize("token_budget", [7, 48, 400])
+def test_answers_are_those_of_the_model(window: int, token_budget: int) -> None:
+    core = core_of(300, window, token_budget=token_budget)
+    events = handle_all(core, Add(make_spec("a", PROMPT, max_tokens=60))) + run_until_idle(core)
+    assert token_ids_of(events, "a") == generated(PROMPT, 60, window)
+
+
+def test_the_end_of_a_prompt_and_of_an_answer_are_resumed() -> None:
+    core = core_of()
+    assert answered(core, "a", PROMPT, 40) == 0
+    history = [*PROMPT, *generated(PROMPT, 40)]
+    assert answered(core, "same", PROMPT, 4) == 192
+    assert answered(core, "next", [*history, 5, 6, 7], 4) == 224  # of 239 computed tokens
+    points = [hashes_of(history)[length // 16 - 1] for length in (192, 224)]
+    assert set(core.prefix_snapshot().resume) >= set(points)
+
+
+def test_a_common_prefix_is_resumed_from_its_third_request_on() -> None:
+    core = core_of()
+    common = PROMPT[:96]
+    cached = [answered(core, str(seed), [*common, *make_prompt(60, seed)], 4) for seed in (1, 2, 3)]
+    assert cached == [0, 0, 96]
+
+
+def test_a_point_is_forgotten_with_the_first_of_its_blocks() -> None:
+    core = core_of(pool=10)
+    answered(core, "a", PROMPT[:100], 2)
+    (stored,) = [event for event in core.drain_kv_events() if isinstance(event, ResumeStored)]
+    assert stored.hashes == (hashes_of(PROMPT[:96])[-1],)
+    for seed in range(1, 4):
+        answered(core, str(seed), make_prompt(150, seed), 2)
+    gone = [each for event in core.drain_kv_events() if isinstance(event, ResumeRemoved) for each in event.hashes]
+    assert stored.hashes[0] in gone
+    assert stored.hashes[0] not in core.prefix_snapshot().resume
+    assert answered(core, "again", PROMPT[:100], 2) == 0
+
+
+def test_blocks_that_left_a_window_go_before_those_of_points() -> None:
+    core = core_of(pool=12)
+    answered(core, "a", PROMPT[:100], 2)
+    answered(core, "b", make_prompt(150, 1), 2)  # passes more blocks than are free
+    assert answered(core, "again", PROMPT[:100], 2) == 96
+
+
+def test_admission_names_the_window_that_is_short() -> None:
+    core = core_of(pool=3 + 10)  # a step takes three blocks, a sequence five
+    handle_all(core, *(Add(make_spec(name, PROMPT[:100], max_tokens=50)) for name in "ab"))
+    for _ in range(6):
+        core.step(0.0)
+    (refused,) = handle_all(core, Reserve(make_spec("c", make_prompt(100, 3))))
+    assert refused == ReserveRefused(key_of("c"), "not enough free KV blocks of the window of 40 tokens")
+    run_until_idle(core)
+    assert_idle(core)
+
+
+def test_a_pool_that_holds_no_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="the pool of the window of 40 tokens has 7 blocks; one sequence and one step"):
+        core_of(pool=7)
+
+
+class TestHandOver:
+    def test_d_takes_the_end_of_a_window(self) -> None:
+        """And has all that its answer needs, and a resume point."""
+        core = core_of()
+        (reserved,) = handle_all(core, Reserve(make_spec("a", PROMPT, max_tokens=30)))
+        assert reserved == Reserved(key_of("a"), 0)
+        for seq, (group, start, end) in enumerate([(0, 0, 200), (1, 144, 190), (1, 190, 200)]):
+            command = Scatter(key_of("a"), seq, start, end, kv_of(PROMPT, start, end), group=group)
+            assert handle_all(core, command) == [Scattered(key_of("a"), seq, ok=True)]
+        (held,) = only(core).windows
+        assert (held.first, held.num_held) == (9, 4)
+
+    @pytest.mark.parametrize(
+        ("group", "start", "end"), [(1, 143, 150), (1, 150, 201), (1, 150, 150), (2, 150, 160), (-1, 150, 160)]
+    )
+    def test_what_is_not_due_is_refused(self, group: int, start: int, end: int) -> None:
+        core = core_of()
+        handle_all(core, Reserve(make_spec("a", PROMPT)))
+        command = Scatter(key_of("a"), 0, start, end, kv_of(PROMPT, start, 201), group=group)
+        assert handle_all(core, command) == [Scattered(key_of("a"), 0, ok=False)]
+
+    def test_what_has_left_the_window_is_not_gathered(self) -> None:
+        core = core_of()
+        handle_all(core, Add(make_spec("a", PROMPT), hold_after_prefill=True))
+        run_until_idle(core)
+        for group, start, ok in [(0, 0, True), (1, 144, True), (1, 143, False), (2, 144, False), (-1, 144, False)]:
+            out = kv_of([0] * 200, start, 200)
+            (gathered,) = handle_all(core, Gather(key_of("a"), 0, start, 200, out, group=group))
+            assert isinstance(gathered, Gathered)
+            assert gathered.ok is ok
+            assert not ok or out.tolist() == kv_of(PROMPT, start, 200).tolist()
+
+    def test_a_cached_prefix_counts_though_it_has_no_point(self) -> None:
+        """Its window comes from P; so does what it lacks of the window where the prefix reaches into it."""
+        core = core_of(pool=20)
+        answered(core, "a", PROMPT, 2)
+        for length, cached in [(150, 144), (200, 192)]:
+            for seed in range(3):  # what left the window of `a` has other content then
+                answered(core, f"{length} {seed}", make_prompt(90, 4 + seed), 2)
+            (reserved,) = handle_all(core, Reserve(make_spec(f"b {length}", PROMPT[:length])))
+            assert reserved == Reserved(key_of(f"b {length}"), cached if length == 200 else reserved.cached_tokens)
+            assert reserved.cached_tokens >= core._groups[1].kept_from(length)
+
+
+def test_a_sequence_that_is_held_keeps_its_window() -> None:
+    core = core_of()
+    handle_all(core, Add(make_spec("a", PROMPT, max_tokens=100)))
+    for _ in range(40):
+        core.step(0.0)
+    (held,) = handle_all(core, Hold(key_of("a"), 200))
+    assert held.ok  # type: ignore[union-attr]  # a `Held`
+    sequence = only(core)
+    known = sequence.num_computed_tokens
+    start = core._groups[1].kept_from(known)
+    out = kv_of([0] * known, start, known)
+    (gathered,) = handle_all(core, Gather(key_of("a"), 0, start, known, out, group=1))
+    assert gathered.ok  # type: ignore[union-attr]  # a `Gathered`
+    assert out.tolist() == kv_of(sequence.token_ids, start, known).tolist()
+
+
+@pytest.mark.parametrize("num_slots", [9, 0])
+def test_a_preempted_sequence_comes_back_with_its_window(num_slots: int) -> None:
+    runner = FakeModelRunner(10, 16, 4096, VOCAB_SIZE, windows=((WINDOW, 40), (5, 40)))
+    core = make_core(runner=runner, decode_reserve_tokens=0, swap_bytes=num_slots * 128 * 8, token_budget=48)
+    prompts = {name: make_prompt(60, seed) for seed, name in enumerate("ab")}
+    events = handle_all(core, *(Add(make_spec(name, prompt, max_tokens=60)) for name, prompt in prompts.items()))
+    events += run_until_idle(core)
+    assert core.totals().preemptions > 0
+    assert (core.totals().swapped_out_blocks > 0) == (num_slots > 0)
+    for name, prompt in prompts.items():
+        assert token_ids_of(events, name) == fake_generate(prompt, 60, VOCAB_SIZE, windows=(WINDOW, 5))
+    assert_idle(core)
