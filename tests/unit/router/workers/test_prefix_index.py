@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored
+from disagg.proto.messages import BlocksRemoved, BlocksSnapshot, BlocksStored, ResumeRemoved, ResumeStored
 from disagg.router.workers.prefix_index import NUM_SHARDS, PREDICTED_FOR_S, PrefixIndex, prefix_ends
 from tests.support.router import reported_blocks, worker_report
 
@@ -254,3 +254,56 @@ class TestPredictions:
         it.predict(A, (), now=0.0)
         assert it.match(blocks("uv")) == {A: 2}
         assert not it._predictions
+
+
+# ---------------------------------------------------------------- resume points
+
+
+def windowed(*workers: str) -> PrefixIndex:
+    made = PrefixIndex()
+    for name in ("a", "b", "c"):
+        made.add_worker(WorkerId(name), Incarnation("1"), has_windows=name in workers)
+    return made
+
+
+def test_a_worker_with_windows_matches_its_deepest_point() -> None:
+    it = windowed("a", "b")
+    assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("uvwx"), resume=blocks("vy"))))
+    assert it.apply(worker_report("b", 0, BlocksSnapshot(hashes=blocks("uv"))))
+    assert it.apply(worker_report("c", 0, BlocksSnapshot(hashes=blocks("uvw"))))
+    assert it.match(blocks("uvwxy")) == {"a": 2, "c": 3}
+    assert it.apply(worker_report("a", 1, ResumeStored(hashes=blocks("w"))))
+    assert it.apply(worker_report("b", 1, ResumeStored(hashes=blocks("uw"))))
+    assert it.match(blocks("uvwxy")) == {"a": 3, "b": 1, "c": 3}
+    assert it.find(blocks("uvwxy")).best(3) == [("a", 3), ("c", 3), ("b", 1)]
+    assert it.apply(worker_report("a", 2, ResumeRemoved(hashes=blocks("w"))))
+    assert it.match(blocks("uvwxy")) == {"a": 2, "b": 1, "c": 3}
+    assert it.apply(worker_report("a", 3, BlocksRemoved(hashes=blocks("vwx"))))
+    assert it.match(blocks("uvwxy")) == {"b": 1, "c": 3}
+    assert it.check_integrity() == []
+
+
+def test_points_go_with_their_worker_a_gap_or_a_snapshot() -> None:
+    it = windowed("a", "b")
+    for name in "ab":
+        assert it.apply(worker_report(name, 0, BlocksSnapshot(hashes=blocks("uv"), resume=blocks("v"))))
+    it.remove_worker(WorkerId("a"))
+    assert it.match(blocks("uv")) == {"b": 2}
+    assert not it.apply(worker_report("b", 5, ResumeStored(hashes=blocks("u"))))
+    assert it.match(blocks("uv")) == {}
+    assert it.apply(worker_report("b", 0, BlocksSnapshot(hashes=blocks("uv"), resume=blocks("u"))))
+    assert it.match(blocks("uv")) == {"b": 1}
+    it.add_worker(WorkerId("a"), Incarnation("2"))  # in the same place, without windows
+    assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("uv")), incarnation="2"))
+    assert it.match(blocks("uv")) == {"a": 2, "b": 1}
+    assert it.check_integrity() == []
+
+
+def test_a_prediction_gives_a_worker_with_windows_no_point() -> None:
+    it = windowed("a")
+    assert it.apply(worker_report("a", 0, BlocksSnapshot(hashes=blocks("uv"), resume=blocks("u"))))
+    it.predict(WorkerId("a"), blocks("uvw"), 0.0, num_matched=1)
+    assert it.match(blocks("uvw")) == {"a": 1}
+    it.expire(100.0)
+    assert it.match(blocks("uvw")) == {"a": 1}
+    assert it.check_integrity() == []
