@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from disagg.engine.blocks.window_group import WindowGroup
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence, SequenceState
@@ -19,6 +20,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
     entries, is_writable, size = plan.entries, scheduler.blocks.is_writable, scheduler.blocks.block_size
     assert sum([entry.num_tokens for entry in entries]) <= scheduler.token_budget, "the plan is over its token budget"
     running, ends = SequenceState.RUNNING, dict[Sequence, int]()
+    windows = scheduler.kv_cache.windows
     before: Sequence | None = None
     for entry in entries:
         sequence, start = entry.sequence, entry.start
@@ -40,12 +42,19 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
         assert len(table) * size >= end, f"the block table of {key} does not cover its chunk"
         for block in table[start // size : -(-end // size)]:
             assert is_writable(block), f"{key} would write a shared block"
-        for window, held in zip(scheduler.kv_cache.windows, sequence.windows, strict=True):
-            assert len(held.block_table) * size >= end, f"a window of {key} does not cover its chunk"
-            first_seen = max(0, start + 1 - window.group.window)
-            assert held.first * size <= first_seen, f"{key} would read a block that has left its window"
-            for block in held.block_table[start // size : -(-end // size)]:
-                assert window.blocks.is_writable(block), f"{key} would write a shared block of a window"
+        if windows:
+            _check_window_writes(windows, sequence, start, end)
+
+
+def _check_window_writes(windows: tuple[WindowGroup, ...], sequence: Sequence, start: int, end: int) -> None:
+    key = sequence.key
+    for window, held in zip(windows, sequence.windows, strict=True):
+        size = window.size
+        assert len(held.block_table) * size >= end, f"a window of {key} does not cover its chunk"
+        first_seen = max(0, start + 1 - window.group.window)
+        assert held.first * size <= first_seen, f"{key} would read a block that has left its window"
+        for block in held.block_table[start // size : -(-end // size)]:
+            assert window.blocks.is_writable(block), f"{key} would write a shared block of a window"
 
 
 def scheduler_findings(scheduler: Scheduler) -> list[str]:

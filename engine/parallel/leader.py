@@ -60,7 +60,7 @@ class GroupRunner(ModelRunner):
         self._followers = followers
         self._on_fault = on_fault
         self.layout = local.layout
-        self.num_blocks = local.num_blocks
+        self.num_blocks, self.window_blocks = local.num_blocks, local.window_blocks
         self.block_size = local.block_size
         self.max_model_len = local.max_model_len
         self.vocab_size = local.vocab_size
