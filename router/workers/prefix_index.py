@@ -221,7 +221,7 @@ class PrefixIndex:
     def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
         """The number of leading blocks of the chain that each worker has; valid until the index changes."""
         ends = prefix_ends(hashes, self._shards)
-        if self._with_windows:
+        if ends and self._with_windows:
             ends = self._resumable(ends, hashes)
         return PrefixMatch(ends, self._slots, hashes)
 

@@ -161,6 +161,7 @@ class WorkerPair:
         self.credits = credits
         self.tampers = {way: tampers.get(way, tamper or _unchanged) for way in ("to_d", "to_p")}
         self.windows = tuple(window for window, _ in windows)
+        self.groups = plan_pair(FakeModelRunner(1, 16, 16, windows=windows).layout, 1, 1).groups
         self.p = Side("p", token_budget, num_blocks=p_blocks, windows=windows)
         self.d = Side("d", token_budget, num_blocks=d_blocks, windows=windows)
         self.wire = Wire()
@@ -171,7 +172,7 @@ class WorkerPair:
         self.broken = False
         self.num_delivered = 0
         common: dict[str, Any] = {
-            "groups": plan_pair(FakeModelRunner(1, 16, 16, windows=windows).layout, 1, 1).groups,
+            "groups": self.groups,
             "max_chunk_bytes": chunk_tokens * BYTES_PER_TOKEN + 3,
             "credits": credits,
             **timeouts,

@@ -198,8 +198,9 @@ class CheckedReceiver(CheckedEnd):
         self.machine = Receiver(0.0, **options)
         self.shell = ReceiverShell(self.machine, self)
         self._scatters: dict[Chunk, Buffer] = {}
-        self._verified: Counter[AttemptKey] = Counter()
-        """Tokens whose scatter was ordered, or that were cached."""
+        self._cached: dict[AttemptKey, int] = {}
+        self._verified: Counter[tuple[AttemptKey, int]] = Counter()
+        """Tokens whose scatter was ordered, by cache group."""
         self._grown: Counter[AttemptKey] = Counter()
         """Tokens by which running sequences grew."""
         self._owned: set[AttemptKey] = set()
@@ -218,7 +219,9 @@ class CheckedReceiver(CheckedEnd):
         pair = self._pair
         match event:
             case Reserved(key, cached_tokens):
-                self._verified[key] = cached_tokens
+                self._cached[key] = cached_tokens
+                for number in range(len(pair.groups)):
+                    self._verified[key, number] = 0
             case Scattered(key, seq):
                 self._end_use(self._scatters.pop((key, seq)), (key, seq))
             case TokenSampled(key, _, index, token_id):
@@ -244,12 +247,15 @@ class CheckedReceiver(CheckedEnd):
             case Scatter(key, seq, start, end, data):
                 self._begin_use(data.base, (key, seq))
                 self._scatters[key, seq] = data.base
-                self._verified[key] += end - start
+                self._verified[key, command.group] += end - start
             case Extend(key, token_ids):
                 self._grown[key] += len(token_ids)
             case Join(key):
                 offered = self._pair.moves.get(key, self._pair.specs[key])
-                assert self._verified[key] == offered.num_known_tokens + self._grown[key]
+                num_tokens = offered.num_known_tokens + self._grown[key]
+                for number, group in enumerate(self._pair.groups):
+                    num_due = num_tokens - group.first_token(num_tokens, self._cached[key])
+                    assert self._verified[key, number] == num_due
                 self._owned.add(key)
         self._pair.d.commands.append(command)
 

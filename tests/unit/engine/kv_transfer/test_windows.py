@@ -48,7 +48,7 @@ def test_the_next_turn_sends_what_d_lacks() -> None:
 @pytest.mark.parametrize("start", [1, 15, 40])
 def test_a_sequence_moves_with_the_windows_of_its_end(num_prompt: int, start: int) -> None:
     pair = WorkerPair(windows=WINDOWS)
-    key = pair.decode_on_p(spec_of("r", prompt_of(num_prompt), max_tokens=300), start)
+    key = pair.decode_on_p(spec_of("r", prompt_of(num_prompt), max_tokens=700), start)
     pair.sender.move(key, 1)
     pair.run()
     assert pair.outcome(key) == "handed_over"
