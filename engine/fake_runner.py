@@ -252,7 +252,7 @@ class FakeModelRunner(ModelRunner):
         first, last = start - first_block * self.block_size, end - first_block * self.block_size
         words_2HT = pages_2HMB.reshape(2, len(self._shift_H1), -1)[:, :, first:last] - self._shift_H1
         # Heads that agree, as they should, count once.
-        return sum(set(_digests(*words_2HT, start).tolist()))
+        return sum(set(_digests(words_2HT[0], words_2HT[1], start).tolist()))
 
     def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
         first_block = start // self.block_size

@@ -40,9 +40,9 @@ class WindowTable:
     """Block table; entries before `first` are 0."""
     first: int
     """Number of the first block that is held."""
-    first_whole: int
-    """Number of the first block of which all tokens are, or will be, here. Of the one that a hand-over begins in there
-    may be only the last ones."""
+    first_token: int
+    """The first token whose KV is, or will be, here: the first one of a block, except where a hand-over began between
+    two blocks."""
     num_published: int
     """Blocks before this one are published, have left, or are not whole."""
     most: int
@@ -85,8 +85,8 @@ class Sequence:
     """Number of its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
     swapped_tokens: int = 0
     """Tokens whose KV is in host memory; 0 unless SUSPENDED."""
-    swapped_windows: tuple[tuple[int, int], ...] = ()
-    """Of each window, `first` and `first_whole` of what is there."""
+    swapped_windows: tuple[int, ...] = ()
+    """Of each window, the first token of what is there."""
     block_table: list[int] = field(default_factory=list)
     """Block table of the first cache group, which keeps all tokens."""
     windows: list[WindowTable] = field(default_factory=list)

@@ -38,7 +38,7 @@ class _Match(NamedTuple):
     num_found: int
     """Blocks that the first group has, whether the other groups can resume behind them or not."""
     firsts: tuple[int, ...] = ()
-    """Of each other group, the first block that the sequence is to hold."""
+    """Of each other group, the first token whose KV the sequence needs."""
 
 
 class KVCacheManager:
@@ -194,13 +194,13 @@ class KVCacheManager:
         """The longest prefix of `matched` that the other groups can resume."""
         num_found = end = len(matched)
         if sequence.swapped_tokens:  # All that is kept of a window is copied back.
-            return _Match(matched, num_found, tuple(first for first, _ in sequence.swapped_windows))
+            return _Match(matched, num_found, sequence.swapped_windows)
         keys = self._keys(sequence, end)
         if sequence.state is SequenceState.RESERVED:
-            firsts = tuple(w.group.kept_from(sequence.num_tokens) // w.size for w in self.windows)
+            firsts = tuple(window.group.kept_from(sequence.num_tokens) for window in self.windows)
             for window, first in zip(self.windows, firsts, strict=True):
-                if end > first:
-                    end = window.first_gap(keys, first, end)
+                if end > first // window.size:
+                    end = window.first_gap(keys, first // window.size, end)
             del matched[end:]
             return _Match(matched, num_found, firsts)
         gaps: list[int | None] = [None]
@@ -208,7 +208,9 @@ class KVCacheManager:
             gaps = [gap for window in self.windows if (gap := window.last_gap(keys, end)) is not None]
             end = min([gap for gap in gaps if gap is not None], default=end)
         del matched[end:]
-        return _Match(matched, num_found, tuple(max(0, end - window.num_window_blocks) for window in self.windows))
+        return _Match(
+            matched, num_found, tuple(window.kept_from(end * window.size) * window.size for window in self.windows)
+        )
 
     def _keys(self, sequence: Sequence, num_blocks: int) -> Seq[BlockHash]:
         """The hashes by which the first blocks of a sequence are found."""
@@ -223,14 +225,9 @@ class KVCacheManager:
     def _admit_windows(self, sequence: Sequence, match: _Match) -> None:
         end, num_tokens = len(match.blocks), self._longest(sequence)
         keys = self._keys(sequence, end)
-        for place, (window, first) in enumerate(zip(self.windows, match.firsts, strict=True)):
-            first_whole, last = first, end
-            if sequence.swapped_tokens:
-                first_whole, last = sequence.swapped_windows[place][1], first
-            elif sequence.state is SequenceState.RESERVED:
-                first_whole = -(-window.group.kept_from(sequence.num_tokens) // window.size)
-                last = max(first, end)
-            sequence.windows.append(window.admit(keys, first, last, first_whole, window.most_for(num_tokens)))
+        for window, first_token in zip(self.windows, match.firsts, strict=True):
+            last = 0 if sequence.swapped_tokens else end
+            sequence.windows.append(window.admit(keys, first_token, last, window.most_for(num_tokens)))
         block_size = self.blocks.block_size
         parts_at = match.num_found * block_size if match.num_found > end else 0
         sequence.resume_at = (max_cached_tokens(sequence.num_tokens) // block_size * block_size, parts_at)

@@ -66,7 +66,7 @@ class ResumePoints:
         return events
 
     def snapshot(self) -> tuple[BlockHash, ...]:
-        """All points."""
+        """The last block of each prefix that can be resumed."""
         return tuple(self._blocks_of)
 
     def check_integrity(self, published: list[frozenset[int]]) -> list[str]:

@@ -93,15 +93,18 @@ class WindowGroup:
 
     # ------------------------------------------------------------ tables
 
-    def admit(self, keys: Seq[BlockHash], first: int, end: int, first_whole: int, most: int) -> WindowTable:
-        """The table of a sequence that goes on behind `end` blocks: those from `first` on are locked. Blocks from
-        `first_whole` on will be whole, and are published once they are computed, or have arrived."""
+    def admit(self, keys: Seq[BlockHash], first_token: int, end: int, most: int) -> WindowTable:
+        """The table of a sequence that needs the KV from `first_token` on, of which it finds that of the first `end`
+        blocks here: these are locked. The others are published when they are computed, or have arrived, if they are
+        whole."""
+        first = first_token // self.size
         found = [self.blocks.prefix.block_of(keys[index]) for index in range(first, end)]
         locked = [block for block in found if block is not None]
         assert len(locked) == len(found), f"a block of the window of {self.group.window} tokens is gone"
         self.blocks.lock(locked)
         self._num_promised += most
-        return WindowTable([0] * first + locked, first, first_whole, max(first + len(locked), first_whole), most)
+        num_published = max(first + len(locked), -(-first_token // self.size))
+        return WindowTable([0] * first + locked, first, first_token, num_published, most)
 
     def extend(self, held: WindowTable, num_tokens: int) -> None:
         """Allocate the blocks for tokens before `num_tokens`."""
@@ -126,6 +129,7 @@ class WindowGroup:
             self.blocks.leave(table[index], goes_first=not points.needs(self.number, table[index]))
             table[index] = 0
         held.first = max(held.first, first)
+        held.first_token = max(held.first_token, held.first * self.size)
         held.num_published = max(held.num_published, held.first)
 
     def skip(self, held: WindowTable, num_tokens: int, points: ResumePoints) -> None:
@@ -134,8 +138,8 @@ class WindowGroup:
         self.leave(held, first, points)
         held.block_table += [0] * (first - len(held.block_table))
         held.first = max(held.first, first)
-        held.first_whole = -(-num_tokens // self.size)
-        held.num_published = max(held.num_published, held.first_whole)
+        held.first_token = num_tokens
+        held.num_published = max(held.num_published, -(-num_tokens // self.size))
 
     def free(self, held: WindowTable, *, is_copy: bool) -> None:
         """Release all blocks of a sequence and its promise."""

@@ -365,7 +365,7 @@ class EngineCore:
         """Whether the KV of tokens [start, end) of a cache group is in the cache."""
         if not 0 <= group < len(self._groups) or not 0 <= start < end <= sequence.num_computed_tokens:
             return False
-        return not group or sequence.windows[group - 1].first * self._runner.block_size <= start
+        return not group or sequence.windows[group - 1].first_token <= start
 
     def _gather_failed(self, command: GatherFailed) -> list[Event]:
         """The sequence may have ended meanwhile; a device that is lost ends the worker in any case."""

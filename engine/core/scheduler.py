@@ -367,7 +367,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.totals["preemptions"] += 1
         num_computed = sequence.num_computed_tokens
-        firsts = tuple([held.first * self.blocks.block_size for held in sequence.windows])
+        firsts = tuple([held.first_token for held in sequence.windows])
         pieces = self.swap.keep(sequence.key, num_computed, firsts)
         if num_computed and not pieces and not self.recomputes:
             self._effects.append(self._end_preempted(sequence))
@@ -376,7 +376,7 @@ class Scheduler:
         if pieces:
             sequence.state = SequenceState.SUSPENDED
             sequence.swapped_tokens = num_computed
-            sequence.swapped_windows = tuple([(held.first, held.first_whole) for held in sequence.windows])
+            sequence.swapped_windows = firsts
             tables = tuple([tuple(sequence.table_of(group)) for group in range(1 + len(sequence.windows))])
             self._effects.append(SwapOut(sequence, tables, pieces))
         del self.running[sequence.key]

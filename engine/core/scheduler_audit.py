@@ -52,7 +52,7 @@ def _check_window_writes(windows: tuple[WindowGroup, ...], sequence: Sequence, s
         size = window.size
         assert len(held.block_table) * size >= end, f"a window of {key} does not cover its chunk"
         first_seen = max(0, start + 1 - window.group.window)
-        assert held.first * size <= first_seen, f"{key} would read a block that has left its window"
+        assert held.first_token <= first_seen, f"{key} would read a block that has left its window"
         for block in held.block_table[start // size : -(-end // size)]:
             assert window.blocks.is_writable(block), f"{key} would write a shared block of a window"
 
@@ -82,7 +82,7 @@ def _check_windows(scheduler: Scheduler) -> list[str]:
         for sequence in holders:
             held = sequence.windows[place]
             first_seen = max(0, sequence.num_computed_tokens + 1 - window.group.window)
-            if held.first * window.size > first_seen and sequence.state is not SequenceState.RESERVED:
+            if held.first_token > first_seen and sequence.state is not SequenceState.RESERVED:
                 problems.append(f"{sequence.key} has lost a block of its window of {window.group.window} tokens")
             if held.num_held > held.most and sequence.state is not SequenceState.RESERVED:
                 problems.append(f"{sequence.key} holds {held.num_held} blocks of a window, {held.most} are promised")

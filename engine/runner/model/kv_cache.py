@@ -90,9 +90,10 @@ class KvCache:
         self.shard = shard
         self.num_blocks = num_blocks
         self.block_size = block_size
-        num_heads = len(shard.kv_heads(layout.groups[0].num_heads))
-        shape = (layout.num_layers, 2, num_blocks, num_heads, block_size, layout.head_dim)
-        dtype: torch.dtype = getattr(torch, layout.dtype)
+        (group,) = layout.groups
+        num_heads = len(shard.kv_heads(group.num_heads))
+        shape = (len(group.layers), 2, num_blocks, num_heads, block_size, group.key_dim)
+        dtype: torch.dtype = getattr(torch, group.dtype)
         if device.type == "cpu":
             tensor_L2NKBD = HugePages().new(shape, dtype)
             populate(tensor_L2NKBD)
@@ -100,7 +101,7 @@ class KvCache:
             tensor_L2NKBD = torch.zeros(shape, dtype=dtype, device=device)
         self.tensor_NL2KBD = tensor_L2NKBD.permute(2, 0, 1, 3, 4, 5)
         self._layers = tuple(
-            (self.tensor_NL2KBD[:, layer, 0], self.tensor_NL2KBD[:, layer, 1]) for layer in range(layout.num_layers)
+            (self.tensor_NL2KBD[:, layer, 0], self.tensor_NL2KBD[:, layer, 1]) for layer in range(len(group.layers))
         )
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

@@ -73,10 +73,12 @@ class Start:
             timeout_s=self.timeout_s,
             cached=self.cached,
             logprobs=logprobs,
-            stop=()
-            if self.stops_at is None
-            else fake_generate(prompt, self.stops_at + 1, VOCAB_SIZE, windows=windows)[-1:],
+            stop=self.stops(fake_generate(prompt, (self.stops_at or 0) + 1, VOCAB_SIZE, windows=windows)),
         )
+
+    def stops(self, output: list[int]) -> list[int]:
+        """Its stop id, if `output` ends with it and nothing that was emitted does."""
+        return [] if self.stops_at is None or output[-1] in output[: self.num_emitted] else output[-1:]
 
 
 STARTS = st.builds(

@@ -34,8 +34,8 @@ WINDOW = 40
 PROMPT = make_prompt(200)
 
 
-def core_of(pool: int = 40, window: int = WINDOW, **options: int) -> EngineCore:
-    return make_core(100, decode_reserve_tokens=16, windows=((window, pool),), **{"token_budget": 48, **options})
+def core_of(pool: int = 40, window: int = WINDOW, token_budget: int = 48) -> EngineCore:
+    return make_core(100, decode_reserve_tokens=16, token_budget=token_budget, windows=((window, pool),))
 
 
 def generated(prompt: Sequence[int], num_tokens: int, window: int = WINDOW) -> list[int]:
@@ -93,11 +93,11 @@ def test_the_end_of_a_prompt_and_of_an_answer_are_resumed() -> None:
 
 def test_a_common_prefix_is_resumed_from_its_third_request_on() -> None:
     """The first one leaves no point there; its blocks that left the window are evicted by the strangers."""
-    core = core_of(pool=16)
+    core = core_of(pool=24)
     cached = []
     for seed in (1, 2, 3):
         cached.append(answered(core, str(seed), [*PROMPT[:96], *make_prompt(60, seed)], 4))
-        answered(core, f"stranger {seed}", make_prompt(150, 10 + seed), 4)
+        answered(core, f"stranger {seed}", make_prompt(290, 10 + seed), 4)
     assert cached == [0, 0, 96]
 
 
@@ -177,8 +177,8 @@ class TestHandOver:
             for seed in range(3):  # what left the window of `a` has other content then
                 answered(core, f"{length} {seed}", make_prompt(90, 4 + seed), 2)
             (reserved,) = handle_all(core, Reserve(make_spec(f"b {length}", PROMPT[:length])))
-            assert reserved == Reserved(key_of(f"b {length}"), cached if length == 200 else reserved.cached_tokens)
-            assert reserved.cached_tokens >= core._groups[1].kept_from(length)
+            assert isinstance(reserved, Reserved)
+            assert core._groups[1].kept_from(length) <= reserved.cached_tokens <= cached
 
 
 def test_a_sequence_that_is_held_keeps_its_window() -> None:
