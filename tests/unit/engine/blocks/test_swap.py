@@ -6,7 +6,7 @@ import pytest
 
 from disagg.engine.blocks.swap import Piece, SwapIn, SwapOut, Swapper, SwapPool, slot_tokens_for, swap_pool
 from disagg.engine.fake_runner import FakeModelRunner
-from disagg.engine.request import SequenceState
+from disagg.engine.request import SequenceState, WindowTable
 from disagg.engine.sharding.shards import Shard
 from tests.support.engine import VOCAB_SIZE, key_of, kv_of, make_prompt, make_sequence, make_spec, new_buffer
 
@@ -55,6 +55,41 @@ class TestSwapPool:
             "of 3 slots of host memory some are lost or used twice",
             "3 slots of host memory were made, 2 are allowed",
         ]
+
+
+class TestWindows:
+    def test_of_a_window_what_is_left_is_kept_in_slots_of_equal_bytes(self) -> None:
+        pool = SwapPool(9, 64, 1, window_tokens=(32, 16))
+        pieces = pool.keep(key_of("a"), 100, (48, 90))
+        assert pieces == (
+            Piece(0, 0, 64),
+            Piece(1, 64, 100),
+            Piece(2, 48, 80, 1),
+            Piece(3, 80, 100, 1),
+            Piece(4, 90, 100, 2),
+        )
+        assert pool.pieces(key_of("a"), 64) == pieces[1:]
+        assert pool.check_integrity({key_of("a"): 100}) == []
+
+    def test_slots_hold_whole_blocks_of_each_group(self) -> None:
+        pool = swap_pool(FakeModelRunner(10, 16, 4096, VOCAB_SIZE, windows=((40, 20), (5, 20))), 5000)
+        assert (pool.num_slots, pool.slot_bytes, pool._group_tokens) == (4, 1024, (128, 128, 128))
+
+    def test_copies_go_to_the_blocks_of_their_group(self) -> None:
+        runner = FakeModelRunner(40, 16, 4096, VOCAB_SIZE, windows=((40, 20),))
+        swapper, known = Swapper(runner, 1024), make_prompt(60)
+        for group in (0, 1):
+            runner.scatter(range(4), 0, 60, kv_of(known, 0, 60), group=group)
+        sequence = make_sequence(make_spec("a", known), state=SequenceState.SUSPENDED)
+        pieces = (Piece(0, 0, 60), Piece(1, 16, 60, 1))
+        swapper.swap_out(SwapOut(sequence, ((0, 1, 2, 3), (0, 1, 2, 3)), pieces))
+        sequence.block_table = [30, 31, 32, 33]
+        sequence.windows = [WindowTable([0, 11, 12, 13], 1, 16, 1, 5)]
+        swapper.swap_in(SwapIn(sequence, pieces))
+        for group, start in ((0, 0), (1, 16)):
+            out = new_buffer(60 - start)
+            runner.gather(sequence.table_of(group), start, 60, out, group=group)
+            assert out.tolist() == kv_of(known, start, 60).tolist()
 
 
 class TestSwapper:

@@ -118,7 +118,7 @@ class CoreMachine(RuleBasedStateMachine):
         token_budget=st.sampled_from([3, 20, 64]),
         decode_reserve_tokens=st.sampled_from([0, 0, 24]),
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
-        num_swap_slots=st.sampled_from([2, 0, 1, 9]),
+        num_swap_slots=st.sampled_from([3, 0, 1, 9]),
         computes_prompts=st.booleans(),
         scheduling=st.sampled_from(["decode_first", "decode_first", "slack", "prefill_first", "static"]),
         queues=st.booleans(),
