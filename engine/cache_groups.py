@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from disagg.engine.checkpoint.model_config import ModelConfig
+from disagg.proto.errors import ConfigError
 from disagg.proto.messages import CacheGroup, KvLayout
+
+RESUME_SHARE = 0.15
+"""Share of the bytes of all caches, for the resume points of a model with windows."""
+CONTEXT_WINDOWS = 2
+"""Windows that the shortest contexts are long for which a small cache is divided among its groups."""
 
 
 class LayerKv(NamedTuple):
@@ -26,13 +33,25 @@ class LayerKv(NamedTuple):
     value_prefix: int = 0
 
 
+def layer_windows(config: ModelConfig) -> tuple[int, ...]:
+    """Window of each layer; 0 for none, and for one that no sequence outgrows."""
+    windows = [layer.attention.window or 0 for layer in config.layers]
+    return tuple(0 if window >= config.max_exact_len else window for window in windows)
+
+
 def layout_of(layers: Sequence[LayerKv], dtype: str, element_bytes: float) -> KvLayout:
-    """The layout of a model with these layers, in their order. `element_bytes`: bytes of one number of `dtype`."""
+    """The layout of a model with these layers, in their order. `element_bytes`: bytes of one number of `dtype`.
+
+    Raises:
+        ConfigError: if layers that attend to all tokens have heads of several shapes.
+    """
     kinds: dict[LayerKv, list[int]] = {}
     for number, layer in enumerate(layers):
         kinds.setdefault(layer, []).append(number)
     widest = max(kinds, key=lambda kind: (kind.window == 0, kind.window))
     ordered = sorted(kinds, key=lambda kind: (kind != widest, kind.window > 0, kinds[kind][0]))
+    if sum(kind.window == 0 for kind in kinds) > 1:
+        raise ConfigError("layers without a window have KV heads of several shapes, which is not supported")
     groups = []
     for kind in ordered:
         window = 0 if kind == widest else kind.window
@@ -51,3 +70,64 @@ def layout_of(layers: Sequence[LayerKv], dtype: str, element_bytes: float) -> Kv
             )
         )
     return KvLayout(groups=tuple(groups))
+
+
+def model_layout(config: ModelConfig, dtype: str, element_bytes: float, *, keeps_all: bool = False) -> KvLayout:
+    """The layout of a model. `keeps_all`: also what has left a window is kept.
+
+    Raises:
+        ConfigError: as `layout_of`.
+    """
+    windows = (0,) * config.num_layers if keeps_all else layer_windows(config)
+    layers = [LayerKv(window, config.num_kv_heads, config.head_dim, config.head_dim) for window in windows]
+    return layout_of(layers, dtype, element_bytes)
+
+
+# ---------------------------------------------------------------- pools
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Blocks that a window takes if it ends with a block."""
+    return -(-window // block_size)
+
+
+def most_held(window: int, block_size: int) -> int:
+    """Blocks that a sequence may hold between two steps: its window, the block that it begins in, and the next one."""
+    return window_blocks(window, block_size) + 2
+
+
+class PoolLimits(NamedTuple):
+    """What the pools of windows are made for."""
+
+    max_num_seqs: int
+    token_budget: int
+
+
+def window_pools(layout: KvLayout, num_blocks: int, block_size: int, limits: PoolLimits) -> tuple[int, ...]:
+    """Blocks of each group beside the first one, which has `num_blocks`: as many as `max_num_seqs` sequences and one
+    step hold, or as many sequences as the first group has blocks for if each is `CONTEXT_WINDOWS` windows long; and a
+    share for resume points."""
+    groups = layout.groups[1:]
+    least = []
+    for group in groups:
+        most = most_held(group.window, block_size)
+        num_seqs = min(limits.max_num_seqs, max(1, num_blocks // (CONTEXT_WINDOWS * most)))
+        least.append(num_seqs * most + -(-limits.token_budget // block_size))
+    windows = sum([pool * group.bytes_per_token for pool, group in zip(least, groups, strict=True)])
+    more = RESUME_SHARE / (1 - RESUME_SHARE) * (num_blocks * layout.groups[0].bytes_per_token + windows)
+    return tuple([pool + int(pool * more / windows) for pool in least])
+
+
+def most_blocks(
+    layout: KvLayout, block_size: int, limits: PoolLimits, cache_bytes: int, block_bytes: tuple[int, ...]
+) -> int:
+    """Blocks of the first group with which the caches of all groups take at most `cache_bytes`. `block_bytes`: of one
+    block of each group."""
+    first, *others = block_bytes
+    low, high = 0, cache_bytes // first
+    while others and low < high:
+        middle = (low + high + 1) // 2
+        pools = window_pools(layout, middle, block_size, limits)
+        needed = middle * first + sum([pool * each for pool, each in zip(pools, others, strict=True)])
+        low, high = (middle, high) if needed <= cache_bytes else (low, middle - 1)
+    return high

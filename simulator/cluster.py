@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import override
 
+from disagg.engine.cache_groups import PoolLimits, window_pools
 from disagg.engine.config import NO_SPECULATION, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
@@ -307,6 +308,12 @@ class SimulatedCluster(Surroundings):
             num_blocks=pool.num_blocks,
             block_size=config.block_size,
             max_model_len=self.spec.max_model_len,
+            window_blocks=window_pools(
+                self.spec.kv_layout,
+                pool.num_blocks,
+                config.block_size,
+                PoolLimits(config.num_places, config.token_budget),
+            ),
         )
 
     def _slow_times(self, worker_id: WorkerId, what: str) -> list[SlowTime]:

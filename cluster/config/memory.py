@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
+from disagg.engine.cache_groups import PoolLimits, model_layout, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import device_defaults
 from disagg.engine.sharding.shards import Shard
@@ -40,22 +41,33 @@ class PoolCache(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, with the heads of the first rank."""
-        element_bytes = _ELEMENT_BYTES[self.dtype]
-        num_heads = len(Shard(0, self.pool.tp).kv_heads(self.model.num_kv_heads))
-        token_bytes = self.model.kv_head_bytes(element_bytes) * num_heads
-        if self.draft is not None:
-            token_bytes += self.draft.kv_head_bytes(element_bytes) * self.draft.num_kv_heads
-        return token_bytes * self.pool.tokens_per_block
+        """Bytes of the smallest cache, with the heads of the first rank: one block, and the pools of windows beside
+        it."""
+        return self._bytes_of(1)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the caches of all workers, and of what their experts need beside weights; 0 if the size is
         measured."""
-        each = (self.pool.num_blocks or 0) * self.block_bytes + (self.configured_bytes or 0)
+        num_blocks = self.pool.num_blocks
+        each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
         if each:
             each += self.model.scratch_bytes(self.pool.tokens_per_step, _ELEMENT_BYTES[self.dtype])
         return each * self.pool.tp * self.pool.size
+
+    def _bytes_of(self, num_blocks: int) -> int:
+        element_bytes, pool = _ELEMENT_BYTES[self.dtype], self.pool
+        layout = model_layout(self.model, self.dtype, element_bytes)
+        limits = PoolLimits(min(pool.max_num_seqs, pool.tokens_per_step), pool.tokens_per_step)
+        pools = (num_blocks, *window_pools(layout, num_blocks, pool.tokens_per_block, limits))
+        num_bytes = 0
+        for group, blocks in zip(layout.groups, pools, strict=True):
+            held = len(Shard(0, pool.tp).kv_heads(group.num_heads))
+            num_bytes += blocks * pool.tokens_per_block * group.bytes_per_token // group.num_heads * held
+        if self.draft is not None:
+            draft_bytes = self.draft.kv_head_bytes(element_bytes) * self.draft.num_kv_heads
+            num_bytes += num_blocks * pool.tokens_per_block * draft_bytes
+        return num_bytes
 
 
 def check_block(cache: PoolCache) -> None:

@@ -17,25 +17,11 @@ from collections.abc import Sequence as Seq
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.resume_points import ResumePoints
+from disagg.engine.cache_groups import most_held, window_blocks
 from disagg.engine.request import WindowTable
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import BlockHash
 from disagg.proto.messages import CacheGroup
-
-
-def window_blocks(window: int, block_size: int) -> int:
-    """Blocks that a window takes if it ends with a block."""
-    return -(-window // block_size)
-
-
-def most_held(window: int, block_size: int) -> int:
-    """Blocks that a sequence may hold between two steps: its window, the block that it begins in, and the next one."""
-    return window_blocks(window, block_size) + 2
-
-
-def least_blocks(window: int, block_size: int, max_num_seqs: int, token_budget: int) -> int:
-    """Blocks with which `max_num_seqs` sequences run, and one step of `token_budget` tokens is computed."""
-    return max_num_seqs * most_held(window, block_size) + -(-token_budget // block_size)
 
 
 class WindowGroup:

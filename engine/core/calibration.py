@@ -119,11 +119,13 @@ def dummy_step(
     sampled one left out, and behind them one prompt's chunk of `prefill_tokens` after `start` others."""
     size = runner.block_size
     num_blocks = -(-context // size)
-    sequences = [dummy_sequence(context, index * num_blocks, size) for index in range(num_decodes)]
+    sequences = [
+        dummy_sequence(context, index * num_blocks, size, runner.window_blocks) for index in range(num_decodes)
+    ]
     decodes = tuple(ScheduledSequence(sequence, context - 1, 1, samples=True) for sequence in sequences)
     if prefill_tokens == 0:
         return StepPlan(decodes=decodes)
-    prompt = dummy_sequence(start + prefill_tokens, num_decodes * num_blocks, size)
+    prompt = dummy_sequence(start + prefill_tokens, num_decodes * num_blocks, size, runner.window_blocks)
     return StepPlan(decodes=decodes, prefills=(ScheduledSequence(prompt, start, prefill_tokens, samples=True),))
 
 
@@ -141,12 +143,13 @@ def clear_blocks(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
     that was never written may be faster to read than real KV."""
     num_blocks = max((_num_blocks_used(plan) for plan in plans), default=0)
     piece = -(-CLEARED_TOKENS // runner.block_size)
-    token_bytes = plan_pair(runner.layout, 1, runner.tp).groups[0].token_bytes
-    zeros = runner.new_staging(piece * runner.block_size * token_bytes)
+    groups = plan_pair(runner.layout, 1, runner.tp).groups
+    zeros = runner.new_staging(piece * runner.block_size * max([group.token_bytes for group in groups]))
     zeros[:] = 0
-    for first in range(0, num_blocks, piece):
-        table = range(first, min(first + piece, num_blocks))
-        runner.scatter(table, 0, len(table) * runner.block_size, zeros)
+    for number, pool in enumerate((runner.num_blocks, *runner.window_blocks)):
+        for first in range(0, min(num_blocks, pool), piece):
+            table = range(first, min(first + piece, num_blocks, pool))
+            runner.scatter(table, 0, len(table) * runner.block_size, zeros, group=number)
 
 
 def _measure(runner: ModelRunner, plan: StepPlan, clocks: _Clocks) -> StepSample:

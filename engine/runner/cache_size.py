@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from disagg.engine.batch_arrays import blocks_for_tokens
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
@@ -27,11 +28,14 @@ def cache_bytes(free_bytes: int, held_bytes: int) -> int:
     return int(SHARE * (free_bytes + held_bytes))
 
 
-def full_step(config: WorkerConfig, max_model_len: int) -> StepPlan:
+def full_step(config: WorkerConfig, max_model_len: int, num_windows: int = 0) -> StepPlan:
     """As many tokens and as many rows that sample, with a draw each, as a step can have; all in the same blocks, since
     nobody reads what it computes."""
     num_tokens = max(1, min(config.token_budget // config.num_places, max_model_len - 1))
-    sequences = [dummy_sequence(num_tokens, 0, config.block_size, temperature=1.0) for _ in range(config.num_places)]
+    pools = (blocks_for_tokens(num_tokens, config.block_size),) * num_windows
+    sequences = [
+        dummy_sequence(num_tokens, 0, config.block_size, pools, temperature=1.0) for _ in range(config.num_places)
+    ]
     return StepPlan(prefills=tuple(ScheduledSequence(sequence, 0, num_tokens, True) for sequence in sequences))
 
 

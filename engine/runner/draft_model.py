@@ -8,8 +8,8 @@ the same output index. So it draws the same token where the two distributions ag
 and sequences that have one get no drafts.
 
 It has a KV cache of its own, with as many blocks as the model's, which it divides among sequences by itself: a
-sequence for which no block is left gets no drafts. KV of drafts that were wrong is overwritten. A preempted sequence
-keeps its blocks; one that leaves the worker, or ends, gives them back.
+sequence for which no block is left gets no drafts. All tokens are kept, also by a model with windows. KV of drafts that
+were wrong is overwritten. A preempted sequence keeps its blocks; one that leaves the worker, or ends, gives them back.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DraftModel(Proposer):
             step_ahead=False,
         )
         self.is_costly = True
-        self._runner = TorchModelRunner(alone)
+        self._runner = TorchModelRunner(alone, keeps_all=True)
         self._runner.capture_steps()
         self._sampler = Sampler(self._runner.vocab_size)
         self._free = list(range(num_blocks))

@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.engine.batch_arrays import BatchArrays, BatchBuilder, blocks_for_tokens
+from disagg.engine.cache_groups import PoolLimits, window_pools
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
@@ -89,7 +90,10 @@ class TorchModelRunner(ShardRunner):
 
     checksum: Checksum = UNKEYED
 
-    def __init__(self, config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages) -> None:
+    def __init__(
+        self, config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages, *, keeps_all: bool = False
+    ) -> None:
+        """`keeps_all`: as of `kv_layout`."""
         check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
         check_share_weights(config.share_weights, config.device, config.tp)
         check_expert_parallelism(config.ep, config.tp)
@@ -113,7 +117,7 @@ class TorchModelRunner(ShardRunner):
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         kv_dtype = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
-        self.layout = kv_layout(model, kv_dtype)
+        self.layout = kv_layout(model, kv_dtype, keeps_all=keeps_all)
         self._draft_layout = _draft_layout(config, kv_dtype)
         cache_bytes = config.kv_cache_bytes
         if cache_bytes == "auto":
@@ -159,14 +163,23 @@ class TorchModelRunner(ShardRunner):
     def _set_size(self, cache_bytes: int) -> None:
         config = self._config
         self.num_blocks = count_blocks(
-            self.layout, config.block_size, cache_bytes, config.num_blocks, self.shard, self._draft_layout
+            self.layout, config.block_size, cache_bytes, config.num_blocks, self.shard, self._draft_layout, self._limits
         )
+        self.window_blocks = self._window_blocks(self.num_blocks)
         self.max_model_len = _max_model_len(self.model_config, config, self.num_blocks * config.block_size)
+
+    @property
+    def _limits(self) -> PoolLimits:
+        return PoolLimits(self._config.num_places, self._config.token_budget)
+
+    def _window_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """Beside so many of the first cache group; equal on all ranks."""
+        return window_pools(self.layout, num_blocks, self.block_size, self._limits)
 
     def _measured_cache_bytes(self) -> int:
         """Makes a small cache and what computes on it, measures as `cache_size` says, and drops both."""
         config = self._config
-        plan = cache_size.full_step(config, self.max_model_len)
+        plan = cache_size.full_step(config, self.max_model_len, len(self.layout.groups) - 1)
         num_blocks = blocks_for_tokens(plan.prefills[0].num_tokens, config.block_size)
         try:
             self._make(None if self.shard.size == 1 else Alone(self.shard), num_blocks)
@@ -196,12 +209,15 @@ class TorchModelRunner(ShardRunner):
     def join(self, collective: Collective | None, num_blocks: int) -> None:
         assert 0 < num_blocks <= self.num_blocks
         self.max_model_len = _max_model_len(self.model_config, self._config, num_blocks * self.block_size)
-        self.num_blocks = num_blocks
+        self.num_blocks, self.window_blocks = num_blocks, self._window_blocks(num_blocks)
         self._make(collective, num_blocks)
 
     def _make(self, collective: Collective | None, num_blocks: int) -> None:
         """The cache, and what computes on it."""
-        self._cache = KvCache(self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging)
+        pools = self._window_blocks(num_blocks)
+        self._cache = KvCache(
+            self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging, pools
+        )
         ropes = RopeTables(self.model_config, self.max_model_len, self._dtype, self._device)
         self._decoder = Decoder(self.model_config, self._parameters, ropes, self._cache, collective, self._attention)
         self._expert_use = ExpertUse(self._decoder.expert_counts)
@@ -209,9 +225,9 @@ class TorchModelRunner(ShardRunner):
         if collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
             self._replayed = ReplayedDecoder(
-                self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device
+                self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device, len(pools)
             )
-        self._batches = BatchBuilder(self.block_size, self.max_model_len)
+        self._batches = BatchBuilder(self.block_size, self.max_model_len, len(pools))
         is_alone = collective is None  # else the other ranks have no sampled ids
         if is_alone and self._config.step_ahead and self._replayed is not None and self._draws is not None:
             self._step_queue = DeviceStepQueue(self._replayed, self._batches, self._draws, self._device)
@@ -354,7 +370,7 @@ class TorchModelRunner(ShardRunner):
         if self._device.type == "cpu" and self._host_staging is None:
             return self.gather(block_table, start, end, out, peer_tp, group)
         return self._cache.start_gather(
-            block_table, start, end, _as_tensor(out), peer_tp, self.checksum, digests=digests
+            block_table, start, end, _as_tensor(out), peer_tp, self.checksum, digests=digests, group=group
         )
 
     @override
@@ -381,7 +397,7 @@ class TorchModelRunner(ShardRunner):
         group: int = 0,
     ) -> Copying | None:
         checksum = self.checksum if digests else None
-        sums = self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp, checksum)
+        sums = self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp, checksum, group=group)
         if self._device.type == "cpu" and sums is None:
             return None
         return _Reading(data, sums, self.checksum, pinned=self._device.type == "cuda")
@@ -390,13 +406,13 @@ class TorchModelRunner(ShardRunner):
     def gather_part(
         self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
     ) -> list[int]:
-        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum)
+        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum, group=group)
 
     @override
     def scatter_part(
         self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
     ) -> None:
-        copying = TorchModelRunner.start_scatter(self, block_table, start, end, data, peer_tp)
+        copying = TorchModelRunner.start_scatter(self, block_table, start, end, data, peer_tp, group=group)
         if copying is not None:
             copying.wait()
 
@@ -426,17 +442,17 @@ def warm_up(runner: ModelRunner) -> None:
     """
     runner.capture_steps()
     for num_tokens in sorted({min(length, runner.max_model_len - 1) for length in runner.warm_up.chunks} - {0}):
-        sequence = dummy_sequence(num_tokens + 1, 0, runner.block_size)
+        sequence = dummy_sequence(num_tokens + 1, 0, runner.block_size, runner.window_blocks)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, 0, num_tokens, True),)))
         runner.run(_decode_of(sequence, num_tokens))
     if runner.max_model_len > 1:
         for num_seqs in runner.warm_up.batches[1:]:
-            rows = [dummy_sequence(1, 0, runner.block_size) for _ in range(num_seqs)]
+            rows = [dummy_sequence(1, 0, runner.block_size, runner.window_blocks) for _ in range(num_seqs)]
             runner.run(StepPlan(decodes=tuple(ScheduledSequence(row, 0, 1, samples=True) for row in rows)))
         _warm_up_choices(runner)
     if runner.warm_up.suffix_of:
         length = min(runner.warm_up.suffix_of, runner.max_model_len)
-        sequence = dummy_sequence(length, 0, runner.block_size)
+        sequence = dummy_sequence(length, 0, runner.block_size, runner.window_blocks)
         runner.run(StepPlan(prefills=(ScheduledSequence(sequence, length - 1, 1, True),)))
     if runner.warm_up.copies:
         _warm_up_copies(runner)
@@ -469,7 +485,7 @@ def _warm_up_copies(runner: ModelRunner) -> None:
 def _warm_up_choices(runner: ModelRunner) -> None:
     """One token of each kind of row where the host waits for it, and two drawn ones through the step queue."""
     for sampling in ({"logit_bias": ((0, 1.0),)}, {"temperature": 1.0}):
-        sequence = dummy_sequence(1, 0, runner.block_size, **sampling)
+        sequence = dummy_sequence(1, 0, runner.block_size, runner.window_blocks, **sampling)
         runner.run(_decode_of(sequence, 0))
     if (step_queue := runner.step_queue) is not None:
         first = step_queue.enqueue(_decode_of(sequence, 0), None)
@@ -512,7 +528,7 @@ def _draft_layout(config: WorkerConfig, kv_dtype: str) -> KvLayout | None:
     if draft is None or "decode" not in config.roles:
         return None
     check_draft_vocabulary(config.model_path, draft, "speculation.model")
-    return kv_layout(read_model_config(draft), kv_dtype)
+    return kv_layout(read_model_config(draft), kv_dtype, keeps_all=True)
 
 
 def _as_tensor(buffer: Buffer) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from disagg.engine.cache_groups import LayerKv, layout_of
+from disagg.engine.cache_groups import LayerKv, layer_windows, layout_of
 from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, ModelConfig
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -170,6 +170,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         qkv_bias=attention.qkv_bias,
         o_bias=attention.o_bias,
         mlp_bias=bool(dense) and dense[0].bias,
+        windows=layer_windows(config),
         qk_norm=attention.qk_norm == "head",
         whole_qk_norm=attention.qk_norm == "whole",
         norms_per_layer=4 if config.layers[0].norms == "both" else 2,

@@ -39,11 +39,13 @@ class TimedRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        window_blocks: tuple[int, ...] = (),
     ) -> None:
         self._times = times
         self._answers = answers
         self.layout = layout
         self.num_blocks = num_blocks
+        self.window_blocks = window_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ScheduledSequence, StepPlan
-from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.request import Sequence, SequenceState, WindowTable
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
@@ -51,7 +51,10 @@ def make_sequence(token_ids: list[int], block_table: list[int], **sampling: Any)
         prompt_token_ids=pack_token_ids(token_ids),
         sampling=Sampling(**{"temperature": 0.0, "max_tokens": 1000, **sampling}),
     )
-    return Sequence(spec, SequenceState.RUNNING, token_ids=list(token_ids), block_table=list(block_table))
+    windows = [WindowTable(list(block_table), 0, 0, 0, 0) for _ in range(3)]  # for models that have some
+    return Sequence(
+        spec, SequenceState.RUNNING, token_ids=list(token_ids), block_table=list(block_table), windows=windows
+    )
 
 
 def chunk(sequence: Sequence, start: int, end: int) -> ScheduledSequence:

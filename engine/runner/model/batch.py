@@ -5,7 +5,7 @@ does not wait: from pinned memory that torch hands out, and hands out again once
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,19 @@ from torch import Tensor
 from disagg.engine.batch_arrays import BatchArrays
 from disagg.kernels.attention import AttentionProvider
 from disagg.kernels.ops import PlannedPrefills, PrefillChunk, Prefills
-from disagg.kernels.prefill_work import ChunkPlace
+from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 
 _ALIGNMENT = 64
 """Bytes, of each array in the copy: kernels are compiled for pointers that are multiples of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBatch:
+    """What a batch has of a cache group with a window; as in `Batch`. Entries of blocks that have left it are 0."""
+
+    slot_mapping_T: Tensor
+    block_tables_SM: Tensor
+    prefills: Prefills | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,12 @@ class Batch:
     """The rows behind the decodes; None where there are none."""
     sample_rows: Tensor | None
     """Rows whose logits are wanted, int64, ascending; None stands for all rows."""
+    windows: tuple[WindowBatch, ...] = ()
+    """Of each cache group beside the first."""
+
+    def group(self, number: int) -> Batch | WindowBatch:
+        """What the layers of a cache group read: slot mapping, block tables, and prefills."""
+        return self.windows[number - 1] if number else self
 
 
 def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
@@ -61,22 +76,23 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
     if places:
         parts.append(np.concatenate([chunk.block_table_M for chunk in arrays.prefills]))
     parts.extend(work.numbers for work in works.values())
+    for window in arrays.windows:
+        parts += [window.slot_mapping_T, window.block_tables_SM]
+        if places:
+            parts.append(np.concatenate(window.prefill_tables))
     tensors = iter(_on_device(parts, torch.device(attention.spec.device)))
     ids_T, positions_T, slots_T, tables_SM, lens_S = (next(tensors) for _ in range(5))
     sample_rows = None if arrays.sample_rows is None else next(tensors)
-    prefills = None
+    prefills, windows = None, []
+    numbers: dict[int | None, Tensor] = {}
     if places:
         tables = next(tensors)
-        chunks = tuple(
-            PrefillChunk(
-                slice(place.row, place.row + place.num_tokens),
-                place.start,
-                tables[place.table : place.table + len(chunk.block_table_M)],
-            )
-            for place, chunk in zip(places, arrays.prefills, strict=True)
-        )
-        planned = {window: PlannedPrefills(work, next(tensors), tables) for window, work in works.items()}
-        prefills = Prefills(chunks, planned)
+        numbers = {window: next(tensors) for window in works}
+        prefills = _prefills(arrays, places, works, numbers, tables)
+    for _ in arrays.windows:
+        window_slots_T, window_tables_SM = next(tensors), next(tensors)
+        others = _prefills(arrays, places, works, numbers, next(tensors)) if places else None
+        windows.append(WindowBatch(window_slots_T, window_tables_SM, others))
     return Batch(
         token_ids_T=ids_T,
         positions_T=positions_T,
@@ -86,7 +102,28 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
         context_lens_S=lens_S,
         prefills=prefills,
         sample_rows=sample_rows,
+        windows=tuple(windows),
     )
+
+
+def _prefills(
+    arrays: BatchArrays,
+    places: Sequence[ChunkPlace],
+    works: Mapping[int | None, PrefillWork],
+    numbers: Mapping[int | None, Tensor],
+    tables: Tensor,
+) -> Prefills:
+    """The chunks with the block tables of one cache group, which stand one behind the other; those of all groups are of
+    the same widths."""
+    chunks = tuple(
+        PrefillChunk(
+            slice(place.row, place.row + place.num_tokens),
+            place.start,
+            tables[place.table : place.table + len(chunk.block_table_M)],
+        )
+        for place, chunk in zip(places, arrays.prefills, strict=True)
+    )
+    return Prefills(chunks, {window: PlannedPrefills(work, numbers[window], tables) for window, work in works.items()})
 
 
 def _places(arrays: BatchArrays) -> list[ChunkPlace]:

@@ -76,9 +76,12 @@ class Decoder:
             )
         )
         """Provider of the attention of prompts, for which batches are made."""
-        parts = _Parts(config, local, self._norms, ropes, self.attention, collective)
+        others = [type(self.attention).of(self.attention.spec) for _ in cache.layout.groups[1:]]
+        self._prompts = (self.attention, *others)
+        """The same for each cache group, whose layers read other block tables."""
+        parts = _Parts(config, local, self._norms, ropes, self._prompts, collective)
         self._layers = tuple(
-            _Layer(parts, layer, held, cache.layer(index))
+            _Layer(parts, layer, held, cache.layer(index), cache.group_of(index))
             for index, (layer, held) in enumerate(zip(local.layers, parameters.layers, strict=True))
         )
         multiplier = config.embedding_multiplier
@@ -104,6 +107,9 @@ class Decoder:
         parameters = self._parameters
         if batch.prefills is not None:
             self.attention.plan(batch.prefills)
+            for prompts, window in zip(self._prompts[1:], batch.windows, strict=True):
+                assert window.prefills is not None, "all groups have the same chunks"
+                prompts.plan(window.prefills)
         residual_TH = self._embed(batch.token_ids_T)
         normed_TH = self._norms.norm(residual_TH, parameters.layers[0].input_norm_H)
         last = len(self._layers) - 1
@@ -156,7 +162,8 @@ class _Parts(NamedTuple):
     """The rank's."""
     norms: Norms
     ropes: RopeTables
-    prompts: AttentionProvider
+    prompts: tuple[AttentionProvider, ...]
+    """Of each cache group."""
     collective: Collective | None
 
 
@@ -164,13 +171,14 @@ class _Layer:
     """One layer with its part of the cache, in two halves: attention up to its output projection, and what follows."""
 
     def __init__(
-        self, parts: _Parts, layer: LayerConfig, parameters: LayerParameters, cache: tuple[Tensor, Tensor]
+        self, parts: _Parts, layer: LayerConfig, parameters: LayerParameters, cache: tuple[Tensor, Tensor], group: int
     ) -> None:
-        """`layer` is the rank's."""
+        """`layer` is the rank's, `group` the number of its cache group."""
         norms, local, attention = parts.norms, parts.local, layer.attention
         multiplier = parts.config.residual_multiplier
         self._p = parameters
-        self._prompts = parts.prompts
+        self._group = group
+        self._prompts = parts.prompts[group]
         self._collective = parts.collective
         self._join = Join(norms, parts.collective, parameters.attention_out_norm_H, multiplier)
         self.ffn = make_ffn(
@@ -199,7 +207,9 @@ class _Layer:
         p = self._p
         qkv_TQ = linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q)
         squares = self._squares(qkv_TQ)
-        q_TND = qkv_rope_write(qkv_TQ, batch.positions_T, batch.slot_mapping_T, self._rope_write, squares)
+        q_TND = qkv_rope_write(
+            qkv_TQ, batch.positions_T, batch.group(self._group).slot_mapping_T, self._rope_write, squares
+        )
         return self._attention(q_TND, batch).reshape(-1, self._attention_size)
 
     def _squares(self, qkv_TQ: Tensor) -> HeadSquares | None:
@@ -227,7 +237,7 @@ class _Layer:
         out_TND = new_output(q_TND.shape, q_TND)
         if batch.num_decodes:
             rows = slice(batch.num_decodes)
-            tables_SM, lens_S = batch.block_tables_SM, batch.context_lens_S
+            tables_SM, lens_S = batch.group(self._group).block_tables_SM, batch.context_lens_S
             paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, form, out_TND[rows])
         if batch.prefills is not None:
             self._prompts.attend(q_TND, keys, values, form, out_TND)

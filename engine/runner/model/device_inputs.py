@@ -8,8 +8,8 @@ step (`Staged`), then one small kernel spreads the block tables over rows of fix
 two steps ahead, until the memory that it is about to overwrite was read. Tokens that the host does not have yet,
 because the step that samples them was only queued, are put in their rows on the device.
 
-Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, context lengths 4n, then the
-tables [bucket, W], W blocks wide as the step needs them, int32.
+Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, slots of each window 8n,
+context lengths 4n, then the tables [G, bucket, W], W blocks wide as the step needs them, int32, of G cache groups.
 
 Shapes: S sequences of a bucket, M blocks of the widest table, W of the step's widest.
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.batch_arrays import I64, BatchArrays
-from disagg.engine.runner.model.batch import Batch
+from disagg.engine.runner.model.batch import Batch, WindowBatch
 from disagg.kernels.cuda_graph import bucket_sizes
 
 _cuda: Any = torch.cuda
@@ -102,8 +102,8 @@ class Mark:
 PADDING_SLOT = -1
 NO_SOURCE = -1
 
-_ROW_BYTES = 36
-"""Bytes of a row without its block table."""
+_ROW_BYTES, _WINDOW_ROW_BYTES = 36, 8
+"""Bytes of a row without its block tables, and of what it has beside for each window."""
 
 
 class Pending(NamedTuple):
@@ -119,14 +119,15 @@ class DeviceStepInputs:
     """The inputs of decode steps, at fixed addresses. Owner: the model runner. On a CPU, for tests, it copies
     plainly."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, num_windows: int = 0) -> None:
         self.sizes = bucket_sizes(max_num_seqs)
         most = self.sizes[-1]
-        self._most = most
-        nbytes = _ROW_BYTES * most + 4 * most * max_blocks
-        self._staged = Staged(nbytes, device, lambda memory: _views(memory, most))
+        self._num_groups = 1 + num_windows
+        self._row_bytes = (_ROW_BYTES + _WINDOW_ROW_BYTES * num_windows) * most
+        nbytes = self._row_bytes + 4 * most * max_blocks * self._num_groups
+        self._staged = Staged(nbytes, device, lambda memory: _views(memory, most, num_windows))
         self._rows = _Rows(*self._staged.on_device)
-        self._tables_SM = torch.zeros((most, max_blocks), dtype=torch.int32, device=device)
+        self._tables_GSM = torch.zeros((self._num_groups, most, max_blocks), dtype=torch.int32, device=device)
 
     def bucket(self, num_seqs: int) -> int | None:
         """Rows of the step that computes `num_seqs` sequences; None where that is more than the largest."""
@@ -140,10 +141,14 @@ class DeviceStepInputs:
             positions_T=rows.positions[:bucket],
             slot_mapping_T=rows.slots[:bucket],
             num_decodes=bucket,
-            block_tables_SM=self._tables_SM[:bucket],
+            block_tables_SM=self._tables_GSM[0, :bucket],
             context_lens_S=rows.lens[:bucket],
             prefills=None,
             sample_rows=None,
+            windows=tuple(
+                WindowBatch(rows.window_slots[number, :bucket], self._tables_GSM[1 + number, :bucket], None)
+                for number in range(self._num_groups - 1)
+            ),
         )
 
     def fill(self, arrays: BatchArrays, pending: Pending | None = None) -> int:
@@ -157,8 +162,14 @@ class DeviceStepInputs:
         host.slots[:num_seqs] = arrays.slot_mapping_T
         host.sources[:num_seqs] = NO_SOURCE if pending is None else pending.sources_S
         host.lens[:num_seqs] = arrays.context_lens_S
-        host.tables[: num_seqs * width] = arrays.block_tables_SM.reshape(-1)
-        host.tables[num_seqs * width : bucket * width] = 0
+        for number, window in enumerate(arrays.windows):
+            host.window_slots[number, :num_seqs] = window.slot_mapping_T
+        tables_GSW = host.tables[: self._num_groups * bucket * width].reshape(self._num_groups, bucket, width)
+        for number, tables_SM in enumerate(
+            (arrays.block_tables_SM, *(each.block_tables_SM for each in arrays.windows))
+        ):
+            tables_GSW[number, :num_seqs] = tables_SM
+        tables_GSW[:, num_seqs:] = 0
         host.pad(num_seqs, bucket)
         self._send(bucket, width)
         if pending is not None:
@@ -171,10 +182,11 @@ class DeviceStepInputs:
         self._send(bucket, 0)
 
     def _send(self, bucket: int, width: int) -> None:
-        self._staged.send(_ROW_BYTES * self._most + 4 * bucket * width)
+        num_groups = self._num_groups
+        self._staged.send(self._row_bytes + 4 * num_groups * bucket * width)
         if width:
-            tables_SW = self._rows.tables[: bucket * width].view(bucket, width)
-            self._tables_SM[:bucket, :width].copy_(tables_SW)
+            tables_GSW = self._rows.tables[: num_groups * bucket * width].view(num_groups, bucket, width)
+            self._tables_GSM[:, :bucket, :width].copy_(tables_GSW)
 
     def _take(self, sampled_R: Tensor, bucket: int) -> None:
         """Put the tokens into their rows, on the device. A row whose token is missing (-1) gets token 0: its
@@ -191,6 +203,7 @@ class _Rows(NamedTuple):
     positions: Any
     slots: Any
     sources: Any
+    window_slots: Any
     lens: Any
     tables: Any
 
@@ -199,11 +212,14 @@ class _Rows(NamedTuple):
         self.ids[first:last] = 0
         self.positions[first:last] = 0
         self.slots[first:last] = PADDING_SLOT
+        self.window_slots[:, first:last] = PADDING_SLOT
         self.sources[first:last] = NO_SOURCE
         self.lens[first:last] = 0
 
 
-def _views(memory: Tensor, most: int) -> tuple[Tensor, ...]:
+def _views(memory: Tensor, most: int, num_windows: int) -> tuple[Tensor, ...]:
     """The fields of `_Rows` in a piece of memory, without a copy."""
-    numbers, rest = memory[: 32 * most].view(torch.int64), memory[32 * most :].view(torch.int32)
-    return (*(numbers[most * i : most * (i + 1)] for i in range(4)), rest[:most], rest[most:])
+    nbytes = 8 * (4 + num_windows) * most
+    numbers, rest = memory[:nbytes].view(torch.int64), memory[nbytes:].view(torch.int32)
+    window_slots = numbers[4 * most :].view(num_windows, most)
+    return (*(numbers[most * i : most * (i + 1)] for i in range(4)), window_slots, rest[:most], rest[most:])

@@ -1,6 +1,7 @@
-"""The paged KV cache: one tensor, made once, owned by the model runner, and the arithmetic of its blocks.
+"""The paged KV cache: a tensor of each cache group, made once, owned by the model runner, and the arithmetic of its
+blocks.
 
-A block holds `block_size` tokens of all layers. The block manager assigns blocks to sequences; here a
+A block holds `block_size` tokens of all layers of a group. The block manager assigns blocks to sequences; here a
 block is only an index. KV goes in and out through staging memory, in the slices that a worker of another width sends or
 wants (`sharding.kv_routes`).
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.runner.model.device_inputs import Mark
@@ -22,19 +24,18 @@ from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages, populate
 from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import CacheGroup, KvLayout
+
+_ONE = PoolLimits(max_num_seqs=1, token_budget=1)
 
 
-def kv_layout(config: ModelConfig, dtype: str) -> KvLayout:
-    """The shape of one token's KV; `dtype` is a torch dtype name."""
-    element_bytes = getattr(torch, dtype).itemsize
-    return KvLayout.dense(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        bytes_per_token=config.num_kv_heads * config.kv_head_bytes(element_bytes),
-    )
+def kv_layout(config: ModelConfig, dtype: str, *, keeps_all: bool = False) -> KvLayout:
+    """What is kept of the KV of a sequence; `dtype` is a torch dtype name. `keeps_all`: also what has left a window.
+
+    Raises:
+        ConfigError: as `layout_of`.
+    """
+    return model_layout(config, dtype, getattr(torch, dtype).itemsize, keeps_all=keeps_all)
 
 
 def count_blocks(
@@ -44,9 +45,10 @@ def count_blocks(
     num_blocks: int | None,
     shard: Shard = WHOLE,
     draft: KvLayout | None = None,
+    limits: PoolLimits = _ONE,
 ) -> int:
-    """`num_blocks` where it is given, else how many blocks, with the heads that the rank holds, fit into
-    `kv_cache_bytes`, beside as many of a draft model.
+    """`num_blocks` where it is given, else how many blocks of the first cache group, with the heads that the rank
+    holds, fit into `kv_cache_bytes`, beside as many of a draft model and the pools of windows (`window_pools`).
 
     Raises:
         ConfigError: not even one block.
@@ -55,18 +57,24 @@ def count_blocks(
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         return num_blocks
-    head_bytes = layout.bytes_per_token // layout.groups[0].num_heads * block_size
-    block_bytes = head_bytes * len(shard.kv_heads(layout.groups[0].num_heads))
+    first, *others = [
+        group.bytes_per_token // group.num_heads * block_size * len(shard.kv_heads(group.num_heads))
+        for group in layout.groups
+    ]
     if draft is not None:
-        block_bytes += draft.bytes_per_token * block_size
-    if kv_cache_bytes < block_bytes:
-        raise ConfigError(f"kv_cache_bytes is {kv_cache_bytes}; one block of this model takes {block_bytes}")
-    return kv_cache_bytes // block_bytes
+        first += draft.bytes_per_token * block_size
+    found = most_blocks(layout, block_size, limits, kv_cache_bytes, (first, *others))
+    if found < 1:
+        pools = window_pools(layout, 1, block_size, limits)
+        least = first + sum([pool * each for pool, each in zip(pools, others, strict=True)])
+        beside = " with the windows of a sequence and a step" if others else ""
+        raise ConfigError(f"kv_cache_bytes is {kv_cache_bytes}; one block of this model{beside} takes {least}")
+    return found
 
 
 class KvCache:
-    """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one rank of several, the heads
-    that it holds. `layout` is the whole model's.
+    """A tensor of each cache group, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one
+    rank of several, the heads that it holds. `layout` is the whole model's.
 
     In memory the planes (K or V of a layer) come first and the blocks within them, so that what a layer reads of a
     sequence with neighbouring blocks lies in a row.
@@ -83,42 +91,65 @@ class KvCache:
         device: torch.device,
         shard: Shard = WHOLE,
         host_staging: HostStaging | None = None,
+        window_blocks: Sequence[int] = (),
     ) -> None:
-        """`host_staging`: the way to staging buffers that are not on `device`."""
+        """`host_staging`: the way to staging buffers that are not on `device`. `window_blocks`: blocks of each group
+        beside the first."""
         self._host_staging = host_staging
         self.layout = layout
         self.shard = shard
         self.num_blocks = num_blocks
         self.block_size = block_size
-        (group,) = layout.groups
-        num_heads = len(shard.kv_heads(group.num_heads))
-        shape = (len(group.layers), 2, num_blocks, num_heads, block_size, group.key_dim)
+        self._groups_NL2KBD = tuple(
+            self._new_group(group, pool, device)
+            for group, pool in zip(layout.groups, (num_blocks, *window_blocks), strict=True)
+        )
+        self.tensor_NL2KBD = self._groups_NL2KBD[0]
+        """Of the first group."""
+        self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}
+        for number, (group, held) in enumerate(zip(layout.groups, self._groups_NL2KBD, strict=True)):
+            for place, layer in enumerate(group.layers):
+                self._layers[layer] = number, held[:, place, 0], held[:, place, 1]
+
+    def _new_group(self, group: CacheGroup, num_blocks: int, device: torch.device) -> Tensor:
+        num_heads = len(self.shard.kv_heads(group.num_heads))
+        shape = (len(group.layers), 2, num_blocks, num_heads, self.block_size, group.key_dim)
         dtype: torch.dtype = getattr(torch, group.dtype)
         if device.type == "cpu":
             tensor_L2NKBD = HugePages().new(shape, dtype)
             populate(tensor_L2NKBD)
         else:
             tensor_L2NKBD = torch.zeros(shape, dtype=dtype, device=device)
-        self.tensor_NL2KBD = tensor_L2NKBD.permute(2, 0, 1, 3, 4, 5)
-        self._layers = tuple(
-            (self.tensor_NL2KBD[:, layer, 0], self.tensor_NL2KBD[:, layer, 1]) for layer in range(len(group.layers))
-        )
+        return tensor_L2NKBD.permute(2, 0, 1, 3, 4, 5)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(K, V) of one layer, strided views `[num_blocks, num_kv_heads, block_size, head_dim]`."""
-        return self._layers[index]
+        _, keys, values = self._layers[index]
+        return keys, values
+
+    def group_of(self, layer: int) -> int:
+        """Number of the cache group of a layer."""
+        return self._layers[layer][0]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the cache."""
-        return self.tensor_NL2KBD.numel() * self.tensor_NL2KBD.element_size()
+        """Memory of the cache, all groups."""
+        return sum([held.numel() * held.element_size() for held in self._groups_NL2KBD])
 
     def gather_part(
-        self, block_table: Sequence[int], start: int, end: int, out: Tensor, peer_tp: int, checksum: Checksum = UNKEYED
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Tensor,
+        peer_tp: int,
+        checksum: Checksum = UNKEYED,
+        *,
+        group: int = 0,
     ) -> list[int]:
-        """Copy the slices of tokens [start, end) for a worker of `peer_tp` ranks into `out`, a flat uint8 tensor; the
-        checksum of each slice."""
-        part = self.start_gather(block_table, start, end, out, peer_tp, checksum)
+        """Copy the slices of tokens [start, end) of a cache group for a worker of `peer_tp` ranks into `out`, a flat
+        uint8 tensor; the checksum of each slice."""
+        part = self.start_gather(block_table, start, end, out, peer_tp, checksum, group=group)
         part.wait()
         return part.checksums()
 
@@ -132,16 +163,19 @@ class KvCache:
         checksum: Checksum = UNKEYED,
         *,
         digests: bool = False,
+        group: int = 0,
     ) -> GatheredPart:
         """As `gather_part`; on a GPU the copy is only queued. Checksums of a buffer in host memory are digests if
         `digests`, which the device computes; those of a buffer on a GPU always are."""
-        slices = heads_to_send(self.layout.groups[0].num_heads, self.shard, peer_tp)
-        out = self._head_of(out, slices, start, end)
+        slices = heads_to_send(self.layout.groups[group].num_heads, self.shard, peer_tp)
+        out = self._head_of(out, slices, start, end, group)
         staging = self._host_staging
         piece = None if staging is None else staging.piece(out.numel())
-        filled = [staged for _, staged in self._staged(out if piece is None else piece.memory, slices, start, end)]
+        filled = [
+            staged for _, staged in self._staged(out if piece is None else piece.memory, slices, end - start, group)
+        ]
         for heads, staged in zip(slices, filled, strict=True):
-            gather_kv(self._heads(heads), block_table, start, end, staged)
+            gather_kv(self._heads(group, heads), block_table, start, end, staged)
         sums = DigestSums.of(filled, checksum) if digests or out.is_cuda else None
         if staging is not None and piece is not None:
             mark, sums = staging.to_host(piece, out, sums)
@@ -149,7 +183,7 @@ class KvCache:
             sums = None if sums is None else sums.to_host()
             mark = Mark(pinned=out.is_cuda, blocking=True)
             mark.set()
-        arrived = [staged for _, staged in self._staged(out, slices, start, end)]
+        arrived = [staged for _, staged in self._staged(out, slices, end - start, group)]
         return GatheredPart(arrived, sums, mark, checksum, self.tensor_NL2KBD.device)
 
     def scatter_part(
@@ -160,38 +194,40 @@ class KvCache:
         data: Tensor,
         peer_tp: int,
         checksum: Checksum | None = None,
+        *,
+        group: int = 0,
     ) -> DigestSums | None:
-        """Copy the slices of tokens [start, end) that a worker of `peer_tp` ranks sent from `data`, a flat uint8
-        tensor. On a GPU the copy is only queued. With `checksum` the digests of the slices, of what arrived on the
-        cache's device."""
-        slices = heads_to_receive(self.layout.groups[0].num_heads, self.shard, peer_tp)
-        data = self._head_of(data, slices, start, end)
+        """Copy the slices of tokens [start, end) of a cache group that a worker of `peer_tp` ranks sent from `data`, a
+        flat uint8 tensor. On a GPU the copy is only queued. With `checksum` the digests of the slices, of what arrived
+        on the cache's device."""
+        slices = heads_to_receive(self.layout.groups[group].num_heads, self.shard, peer_tp)
+        data = self._head_of(data, slices, start, end, group)
         source = data if self._host_staging is None else self._host_staging.to_device(data)
-        arrived = [staged for _, staged in self._staged(source, slices, start, end)]
+        arrived = [staged for _, staged in self._staged(source, slices, end - start, group)]
         sums = None if checksum is None else DigestSums.of(arrived, checksum)
         for heads, staged in zip(slices, arrived, strict=True):
-            scatter_kv(self._heads(heads), block_table, start, end, staged)
+            scatter_kv(self._heads(group, heads), block_table, start, end, staged)
         return sums
 
-    @property
-    def _head_bytes_per_token(self) -> int:
-        return self.layout.bytes_per_token // self.layout.groups[0].num_heads
+    def _head_bytes(self, group: int, num_tokens: int) -> int:
+        layout = self.layout.groups[group]
+        return num_tokens * (layout.bytes_per_token // layout.num_heads)
 
-    def _heads(self, heads: range) -> Tensor:
-        return self.tensor_NL2KBD[:, :, :, heads.start : heads.stop]
+    def _heads(self, group: int, heads: range) -> Tensor:
+        return self._groups_NL2KBD[group][:, :, :, heads.start : heads.stop]
 
-    def _head_of(self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int) -> Tensor:
+    def _head_of(self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int, group: int) -> Tensor:
         """What of a staging buffer the slices take."""
-        nbytes = (end - start) * self._head_bytes_per_token * sum(map(len, slices))
+        nbytes = self._head_bytes(group, end - start) * sum(map(len, slices))
         if buffer.numel() < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.numel()}")
         return buffer[:nbytes]
 
     def _staged(
-        self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int
+        self, buffer: Tensor, slices: tuple[range, ...], num_tokens: int, group: int
     ) -> Iterator[tuple[range, Tensor]]:
         """The heads of each slice and its bytes in a staging buffer, without a copy."""
-        head_bytes = (end - start) * self._head_bytes_per_token
+        head_bytes = self._head_bytes(group, num_tokens)
         first = 0
         for heads in slices:
             last = first + head_bytes * len(heads)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.batch_arrays import BatchArrays
-from disagg.engine.runner.model.batch import Batch, to_batch
+from disagg.engine.runner.model.batch import Batch, WindowBatch, to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs, Pending
 from disagg.kernels.capture import Captured, CaptureError, Capturer
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class StepInputs:
     """Where captured steps read: one place for steps of any number of sequences."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device, num_windows: int = 0) -> None:
         self._token_ids_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._positions_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._slot_mapping_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -54,6 +54,13 @@ class StepInputs:
         self._slot_mapping = self._slot_mapping_S.numpy()
         self._block_tables = self._block_tables_SM.numpy()
         self._context_lens = self._context_lens_S.numpy()
+        self._windows = tuple(
+            WindowBatch(torch.zeros_like(self._slot_mapping_S), torch.zeros_like(self._block_tables_SM), None)
+            for _ in range(num_windows)
+        )
+        self._window_arrays = tuple(
+            (window.slot_mapping_T.numpy(), window.block_tables_SM.numpy()) for window in self._windows
+        )
 
     def batch(self, num_seqs: int) -> Batch:
         """The first rows; tables are of full width, whatever the sequences need."""
@@ -66,6 +73,10 @@ class StepInputs:
             context_lens_S=self._context_lens_S[:num_seqs],
             prefills=None,
             sample_rows=None,
+            windows=tuple(
+                WindowBatch(window.slot_mapping_T[:num_seqs], window.block_tables_SM[:num_seqs], None)
+                for window in self._windows
+            ),
         )
 
     def bucket(self, num_seqs: int) -> int | None:
@@ -80,6 +91,9 @@ class StepInputs:
         self._slot_mapping[:num_seqs] = arrays.slot_mapping_T
         self._block_tables[:num_seqs, :num_blocks] = arrays.block_tables_SM
         self._context_lens[:num_seqs] = arrays.context_lens_S
+        for (slots, tables), window in zip(self._window_arrays, arrays.windows, strict=True):
+            slots[:num_seqs] = window.slot_mapping_T
+            tables[:num_seqs, :num_blocks] = window.block_tables_SM
         return int(num_seqs)
 
 
@@ -101,7 +115,13 @@ class ReplayedDecoder:
     """A decoder whose decode steps are replayed, on all ranks or on none. Owner: the model runner."""
 
     def __init__(
-        self, decoder: Decoder, vocab_size: int, max_num_seqs: int, max_blocks: int, device: torch.device
+        self,
+        decoder: Decoder,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        device: torch.device,
+        num_windows: int = 0,
     ) -> None:
         self._decoder = decoder
         self._vocab_size = vocab_size
@@ -116,9 +136,9 @@ class ReplayedDecoder:
             return
         self._inputs: StepInputs | DeviceStepInputs
         if device.type == "cpu":
-            self._inputs = StepInputs(max_num_seqs, max_blocks, device)
+            self._inputs = StepInputs(max_num_seqs, max_blocks, device, num_windows)
         else:
-            self._inputs = DeviceStepInputs(max_num_seqs, max_blocks, device)
+            self._inputs = DeviceStepInputs(max_num_seqs, max_blocks, device, num_windows)
 
     @property
     def start_sizes(self) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder, vocab_size, bytes_per_token = resolve_model(kind), 49152, 30 * 2 * 3 * 64 * 4
     else:
         folder, vocab_size = make_checkpoint(kind, tmp_path_factory.mktemp("models") / kind), 384
-        bytes_per_token = 3 * 2 * 2 * (32 if kind == "qwen3" else 16) * 4
+        bytes_per_token = (4 if kind == "gemma3" else 3) * 2 * 2 * (32 if kind in ("qwen3", "gemma3") else 16) * 4
     configs = [
         _config("prefill-0", ("prefill",), folder, bytes_per_token, transport),
         _config("decode-0", ("decode",), folder, bytes_per_token, transport),

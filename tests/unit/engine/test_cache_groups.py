@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.cache_groups import LayerKv, layout_of
+from disagg.engine.cache_groups import RESUME_SHARE, LayerKv, PoolLimits, layout_of, most_blocks, window_pools
+from disagg.proto.errors import ConfigError
 from disagg.proto.messages import CacheGroup, KvLayout
 
 FULL, NARROW = LayerKv(0, 2, 8, 8), LayerKv(40, 2, 8, 8)
@@ -54,3 +55,39 @@ def test_a_hand_over_sends_of_a_window_what_is_kept_and_not_there_yet() -> None:
     assert layout.bytes_of(1000) == (1000 + 56) * 64
     assert layout.bytes_of(1000, 512) == (488 + 56) * 64
     assert layout.bytes_of(1000, 960) == (40 + 40) * 64
+
+
+# ---------------------------------------------------------------- pools
+
+
+LIMITS = PoolLimits(max_num_seqs=8, token_budget=64)
+MIXED = layout_of([FULL, NARROW, NARROW], "float32", 4)
+"""128 bytes a token of the full group, 256 of the window, which takes five blocks of a sequence."""
+
+
+def test_windows_have_room_for_all_sequences_a_step_and_resume_points() -> None:
+    (pool,) = window_pools(MIXED, 1000, 16, LIMITS)
+    least = 8 * 5 + 4
+    num_bytes = 1000 * 128 + pool * 256
+    assert pool > least
+    assert (pool - least) * 256 <= RESUME_SHARE * num_bytes < (pool + 1 - least) * 256 + RESUME_SHARE * 256
+
+
+def test_a_small_cache_has_room_for_fewer_windows() -> None:
+    assert window_pools(MIXED, 40, 16, LIMITS)[0] == 24 + int(24 * 0.15 / 0.85 * (40 * 128 + 24 * 256) / (24 * 256))
+    assert window_pools(layout_of([FULL], "float32", 4), 40, 16, LIMITS) == ()
+
+
+@pytest.mark.parametrize("cache_bytes", [1_000_000, 3_000_000, 123_456_789])
+def test_all_pools_together_fill_the_cache(cache_bytes: int) -> None:
+    blocks = most_blocks(MIXED, 16, LIMITS, cache_bytes, (16 * 128, 16 * 256))
+
+    def bytes_with(num_blocks: int) -> int:
+        return 16 * (num_blocks * 128 + window_pools(MIXED, num_blocks, 16, LIMITS)[0] * 256)
+
+    assert bytes_with(blocks) <= cache_bytes < bytes_with(blocks + 1)
+
+
+def test_full_layers_of_several_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="KV heads of several shapes"):
+        layout_of([FULL, FULL._replace(num_heads=4)], "float32", 4)

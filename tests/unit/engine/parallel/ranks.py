@@ -93,7 +93,7 @@ class Ranks:
         self.collectives = collectives
         self._pool = pool
         self.vocab_size = runners[0].vocab_size
-        self.num_blocks = runners[0].num_blocks
+        self.num_blocks, self.window_blocks = runners[0].num_blocks, runners[0].window_blocks
         self.block_size = runners[0].block_size
         self.max_model_len = runners[0].max_model_len
         self.warm_up = runners[0].warm_up
