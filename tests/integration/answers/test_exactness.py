@@ -32,8 +32,10 @@ BLOCK = 16
 CHUNK = 64
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
 NUM_TOKENS = 20
-MODELS = ["llama3_rope", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "qwen2")), "qwen3"]
-"""Those that are slow here are compared with `transformers` in one process by each run, as all families are."""
+SLOW = ("mistral", "qwen2", "qwen3")
+MODELS = ["llama3_rope", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW), "gemma3"]
+"""Those that are slow here are compared with `transformers` in one process by each run, as all families are. Gemma 3
+has windows."""
 REAL_MODEL = "smollm2-135m"
 REAL_LENGTHS = [BLOCK + 1, 3 * CHUNK + 7]
 ALL_MODELS = [*MODELS, pytest.param(REAL_MODEL, marks=pytest.mark.model)]
