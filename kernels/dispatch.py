@@ -33,7 +33,17 @@ from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
-from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, HeadSquares, Ops, Pointwise, Prefills, RopeWrite
+from disagg.kernels.ops import (
+    AttentionForm,
+    AttentionSpec,
+    Filters,
+    HeadSquares,
+    LatentWrite,
+    Ops,
+    Pointwise,
+    Prefills,
+    RopeWrite,
+)
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
 from disagg.kernels.settings import triton_shapes
@@ -59,6 +69,7 @@ __all__ = [
     "gather_kv",
     "gelu_tanh_mul",
     "head_squares",
+    "latent_rope_write",
     "linear",
     "linear_add_rms_norm",
     "linear_gelu_tanh_mul",
@@ -446,6 +457,21 @@ def qkv_rope_write(
     """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
     args = (qkv_TQ, positions_T, slot_mapping_T, layer, squares)
     return _first(_ops(qkv_TQ).qkv_rope_write, reference.qkv_rope_write, *args)
+
+
+def latent_rope_write(
+    latent_TL: Tensor,
+    k_TR: Tensor,
+    absorbed_TNL: Tensor,
+    q_TNR: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    layer: LatentWrite,
+) -> Tensor:
+    """Rotate the rope parts of q and k, write the latents (normed) and k at the tokens' slots; the absorbed q with its
+    rotated part, [T, N, L + R]."""
+    args = (latent_TL, k_TR, absorbed_TNL, q_TNR, positions_T, slot_mapping_T, layer)
+    return _first(_ops(latent_TL).latent_rope_write, reference.latent_rope_write, *args)
 
 
 def head_squares(qkv_TQ: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:

@@ -120,6 +120,17 @@ class RopeWrite:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LatentWrite:
+    """Arguments of `latent_rope_write` that are fixed for each layer. The cache has one head, whose rows are L numbers
+    of the latent, then R rotated ones."""
+
+    cos_PR: Tensor
+    """Cosines, one row for each position."""
+    sin_PR: Tensor
+    cache_N1BD: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HeadSquares:
     """Sums for the norms of all heads at once, where a rank has a part of them."""
 
@@ -218,6 +229,21 @@ class Ops(Protocol):
         /,
     ) -> Tensor | None:
         """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
+        ...
+
+    def latent_rope_write(
+        self,
+        latent_TL: Tensor,
+        k_TR: Tensor,
+        absorbed_TNL: Tensor,
+        q_TNR: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        layer: LatentWrite,
+        /,
+    ) -> Tensor | None:
+        """Rotate the rope parts of q and k, write the latents (normed) and k at the tokens' slots; the absorbed q with
+        its rotated part, [T, N, L + R]."""
         ...
 
     def head_squares(self, qkv_TQ: Tensor, num_kv_heads: int, head_dim: int, /) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from disagg.kernels import weights
 from disagg.kernels.expert_reference import moe_ffn as moe_ffn
-from disagg.kernels.ops import AttentionForm, HeadSquares, Pointwise, PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, HeadSquares, LatentWrite, Pointwise, PrefillChunk, Prefills, RopeWrite
 
 
 def embed(token_ids_T: Tensor, embedding_VH: Tensor) -> Tensor:
@@ -120,20 +120,23 @@ def kv_write(
     Nothing is asked of the host, so a CUDA graph can hold it: a token that is skipped repeats the first other one,
     same slot and same value. Where all are skipped they write back what slot 0 holds.
     """
-    num_tokens = slot_mapping_T.shape[0]
+    _write_rows(k_TKD, key_cache_NKBD, slot_mapping_T)
+    _write_rows(v_TKD, value_cache_NKBD, slot_mapping_T)
+
+
+def _write_rows(rows_TKD: Tensor, cache_NKBD: Tensor, slot_mapping_T: Tensor) -> None:
+    num_tokens, block_size = slot_mapping_T.shape[0], cache_NKBD.shape[2]
     if num_tokens == 0:
         return
-    block_size = key_cache_NKBD.shape[2]
     keep_T = slot_mapping_T >= 0
     numbers_T = torch.arange(num_tokens, device=slot_mapping_T.device)
     rows_T = torch.where(keep_T, numbers_T, keep_T.to(torch.int8).argmax())
     slots_T = slot_mapping_T[rows_T]
     block_T, offset_T = slots_T.clamp(min=0) // block_size, slots_T.clamp(min=0) % block_size
-    for rows_TKD, cache_NKBD in ((k_TKD, key_cache_NKBD), (v_TKD, value_cache_NKBD)):
-        bits_NKBD, bits_TKD = _bits(cache_NKBD), _bits(rows_TKD[rows_T].to(cache_NKBD.dtype))
-        bits_NKBD[block_T, :, offset_T] = torch.where(
-            (slots_T >= 0)[:, None, None], bits_TKD, bits_NKBD[block_T, :, offset_T]
-        )
+    bits_NKBD, bits_TKD = _bits(cache_NKBD), _bits(rows_TKD[rows_T].to(cache_NKBD.dtype))
+    bits_NKBD[block_T, :, offset_T] = torch.where(
+        (slots_T >= 0)[:, None, None], bits_TKD, bits_NKBD[block_T, :, offset_T]
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -178,6 +181,25 @@ def _normed_whole(heads_TND: Tensor, means_T: Tensor, weight_A: Tensor | None, l
     assert weight_A is not None, "both are normed at once"
     weight_ND = weight_A.view(heads_TND.shape[1:])
     return _normed(heads_TND.float(), means_T[:, None, None], weight_ND, layer.eps, layer.plus_one, heads_TND.dtype)
+
+
+def latent_rope_write(
+    latent_TL: Tensor,
+    k_TR: Tensor,
+    absorbed_TNL: Tensor,
+    q_TNR: Tensor,
+    positions_T: Tensor,
+    slot_mapping_T: Tensor,
+    layer: LatentWrite,
+) -> Tensor:
+    """All that is between the products and attention over latents (DeepSeek V2, 2024): the rope parts of q and k, which
+    all heads share, are rotated by the row of the tables at the token's position (int64). A token's latent, which is
+    normed, and k behind it are written at its slot as by `kv_write`. Returns the queries, contiguous [T, N, L + R]:
+    the absorbed ones, which are products with the keys' part of the latents' projection, and the rotated part.
+    """
+    q_TNR, k_T1R = apply_rope(q_TNR, k_TR.unsqueeze(1), layer.cos_PR[positions_T], layer.sin_PR[positions_T])
+    _write_rows(torch.cat((latent_TL.unsqueeze(1), k_T1R), dim=-1), layer.cache_N1BD, slot_mapping_T)
+    return torch.cat((absorbed_TNL, q_TNR), dim=-1)
 
 
 def head_squares(qkv_TQ: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:

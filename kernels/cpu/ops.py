@@ -25,6 +25,7 @@ from disagg.kernels.experts import Experts, Router, Shared
 from disagg.kernels.ops import (
     AttentionForm,
     HeadSquares,
+    LatentWrite,
     Ops,
     Pointwise,
     PrefillChunk,
@@ -55,6 +56,11 @@ def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
 def _is_table(table_PR: Tensor, R: int, dtype: torch.dtype) -> bool:
     """Whether this is a table of cosines or sines as the kernel reads it: rows of R numbers, one behind the other."""
     return table_PR.dtype == dtype and table_PR.shape[1] == R and (R == 0 or table_PR.stride() == (R, 1))
+
+
+def _are_rows(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the tensor has this shape and dtype, the numbers of its last dim side by side."""
+    return tensor.dtype == dtype and tensor.shape == shape and tensor.stride(-1) == 1
 
 
 def _are_indices(indices_T: Tensor, T: int) -> bool:
@@ -125,6 +131,12 @@ class NativeOps(Ops):
             short,
             "disagg_qkv_rope_write",
             "iPqqqqqqPPfiiPPPPqPPPqqqqqPP",
+            "token {}: its slot or its position is outside the cache",
+        )
+        self._latent_rope_write = Kernel(
+            short,
+            "disagg_latent_rope_write",
+            "iPqPqPqqPqqqqqqPPPqPqqqPP",
             "token {}: its slot or its position is outside the cache",
         )
         self._decode_attention = Kernel(
@@ -306,6 +318,40 @@ class NativeOps(Ops):
             key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, B,
             N * D if squares is None else squares.q_size, K * D if squares is None else squares.k_size,
             slot_mapping_T.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    @override
+    def latent_rope_write(
+        self,
+        latent_TL: Tensor,
+        k_TR: Tensor,
+        absorbed_TNL: Tensor,
+        q_TNR: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        layer: LatentWrite,
+    ) -> Tensor | None:
+        """IndexError, and nothing written, for a slot or a position outside."""
+        cos_PR, sin_PR, cache_N1BD = layer.cos_PR, layer.sin_PR, layer.cache_N1BD
+        dtype, (T, N, L), (P, R) = latent_TL.dtype, absorbed_TNL.shape, cos_PR.shape
+        is_bf16, (num_blocks, K, B, D) = _IS_BF16.get(dtype), cache_N1BD.shape
+        if is_bf16 is None or K != 1 or D != L + R or R % 2 or not _are_caches(cache_N1BD, cache_N1BD):
+            return None
+        if cache_N1BD.dtype != dtype or not (_are_rows(latent_TL, (T, L), dtype) and _are_rows(k_TR, (T, R), dtype)):
+            return None
+        if not (_are_rows(absorbed_TNL, (T, N, L), dtype) and _are_rows(q_TNR, (T, N, R), dtype)):
+            return None
+        if not (_is_table(cos_PR, R, dtype) and _is_table(sin_PR, R, dtype)) or cos_PR.shape != sin_PR.shape:
+            return None
+        if not (_are_indices(positions_T, T) and _are_indices(slot_mapping_T, T)):
+            return None
+        out = new_output((T, N, D), dtype)
+        self._latent_rope_write(
+            is_bf16, latent_TL.data_ptr(), latent_TL.stride(0), k_TR.data_ptr(), k_TR.stride(0),
+            absorbed_TNL.data_ptr(), absorbed_TNL.stride(0), absorbed_TNL.stride(1), q_TNR.data_ptr(), q_TNR.stride(0),
+            q_TNR.stride(1), T, N, L, R, positions_T.data_ptr(), cos_PR.data_ptr(), sin_PR.data_ptr(), P,
+            cache_N1BD.data_ptr(), cache_N1BD.stride(0), num_blocks, B, slot_mapping_T.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -106,8 +106,48 @@ void token(const Qkv& args, int64_t t) {
         std::memcpy(static_cast<T*>(args.values) + at + h * head_stride, x, dim * sizeof(T));
 }
 
+// Of latent attention: rows of the cache are a latent, then k, which all heads share.
+struct Latent {
+    int32_t is_bf16;
+    const void* latents;
+    int64_t latent_stride;
+    const void* k;
+    int64_t k_stride;
+    const void* absorbed;
+    int64_t absorbed_stride_token, absorbed_stride_head;
+    const void* q;
+    int64_t q_stride_token, q_stride_head;
+    int64_t num_tokens, num_heads, latent_dim, rotary_dim;
+    const int64_t* positions;
+    const void *cos, *sin;
+    int64_t num_positions;
+    void* cache;
+    int64_t block_stride, num_blocks, block_size;
+    const int64_t* slots;
+    void* q_out;
+};
+
 template <class T>
-void run(const Qkv& args) {
+void token(const Latent& args, int64_t t) {
+    const int64_t size = args.latent_dim, dim = size + args.rotary_dim, slot = args.slots[t];
+    const auto* cos = static_cast<const T*>(args.cos) + args.positions[t] * args.rotary_dim;
+    const auto* sin = static_cast<const T*>(args.sin) + args.positions[t] * args.rotary_dim;
+    const auto write = [&](const T* first, const T* rotated, T* out) {
+        std::memcpy(out, first, size * sizeof(T));
+        rotate_head(rotated, cos, sin, out + size, args.rotary_dim / 2);
+    };
+    const auto* absorbed = static_cast<const T*>(args.absorbed) + t * args.absorbed_stride_token;
+    const auto* q = static_cast<const T*>(args.q) + t * args.q_stride_token;
+    T* q_out = static_cast<T*>(args.q_out) + t * args.num_heads * dim;
+    for (int64_t h = 0; h < args.num_heads; ++h)
+        write(absorbed + h * args.absorbed_stride_head, q + h * args.q_stride_head, q_out + h * dim);
+    if (slot < 0) return;
+    write(static_cast<const T*>(args.latents) + t * args.latent_stride, static_cast<const T*>(args.k) + t * args.k_stride,
+          static_cast<T*>(args.cache) + slot / args.block_size * args.block_stride + slot % args.block_size * dim);
+}
+
+template <class T, class Args>
+void run(const Args& args) {
     if (args.num_tokens < MIN_PARALLEL_TOKENS) {
         for (int64_t t = 0; t < args.num_tokens; ++t) token<T>(args, t);
         return;
@@ -115,13 +155,9 @@ void run(const Qkv& args) {
     parallel_for(args.num_tokens, [&](int64_t t) { token<T>(args, t); });
 }
 
-}  // namespace
-}  // namespace disagg
-
 // Returns -1, or the first token whose slot or position lies outside. A slot of -1 is a token without KV.
-extern "C" int64_t disagg_qkv_rope_write(const void* p) {
-    using namespace disagg;
-    const auto& args = args_as<Qkv>(p);
+template <class Args>
+int64_t run_within(const Args& args) {
     for (int64_t t = 0; t < args.num_tokens; ++t) {
         const bool has_slot = args.slots[t] >= -1 && args.slots[t] < args.num_blocks * args.block_size;
         if (!has_slot || args.positions[t] < 0 || args.positions[t] >= args.num_positions) return t;
@@ -129,3 +165,10 @@ extern "C" int64_t disagg_qkv_rope_write(const void* p) {
     args.is_bf16 ? run<bf16>(args) : run<float>(args);
     return DONE;
 }
+
+}  // namespace
+}  // namespace disagg
+
+extern "C" int64_t disagg_qkv_rope_write(const void* p) { return disagg::run_within(disagg::args_as<disagg::Qkv>(p)); }
+
+extern "C" int64_t disagg_latent_rope_write(const void* p) { return disagg::run_within(disagg::args_as<disagg::Latent>(p)); }

@@ -17,7 +17,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.kernels.experts import Experts, Router, Shared
-from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, HeadSquares, Ops, Pointwise, Prefills, RopeWrite
+from disagg.kernels.ops import (
+    AttentionForm,
+    AttentionSpec,
+    Filters,
+    HeadSquares,
+    LatentWrite,
+    Ops,
+    Pointwise,
+    Prefills,
+    RopeWrite,
+)
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 from disagg.kernels.triton import argmax, attention, copy, embed, experts, norm, pointwise, rope_write, sampling, silu
 from disagg.kernels.triton.jit import INTERPRETED
@@ -118,6 +128,20 @@ class TritonOps(Ops):
     def draw_rows(self, logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
         """Draw from the first `vocab_size` columns. Takes rows of any stride on a device where the kernels run."""
         return sampling.sample(logits_RV, vocab_size, filters)
+
+    @override
+    def latent_rope_write(
+        self,
+        latent_TL: Tensor,
+        k_TR: Tensor,
+        absorbed_TNL: Tensor,
+        q_TNR: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        layer: LatentWrite,
+    ) -> Tensor | None:
+        """Takes nothing: there is no Triton kernel for it."""
+        return None
 
     @override
     def qkv_rope_write(

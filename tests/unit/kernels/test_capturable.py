@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from disagg.kernels import reference
-from disagg.kernels.ops import AttentionForm, PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.ops import AttentionForm, LatentWrite, PrefillChunk, Prefills, RopeWrite
 
 T, N, K, D, BLOCK, NUM_BLOCKS = 4, 4, 2, 16, 8, 5
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
@@ -88,6 +88,12 @@ def rope_write() -> object:
     return reference.qkv_rope_write(rows, torch.arange(T), torch.arange(T), layer)
 
 
+def latent_write() -> object:
+    layer = LatentWrite(torch.ones(64, 4), torch.ones(64, 4), torch.zeros(NUM_BLOCKS, 1, BLOCK, D))
+    parts = (torch.ones(T, D - 4), torch.ones(T, 4), torch.ones(T, N, D - 4), torch.ones(T, N, 4))
+    return reference.latent_rope_write(*parts, torch.arange(T), torch.arange(T), layer)
+
+
 def decode() -> object:
     keys, values = caches(torch.float32)
     tables, lens = torch.zeros(T, 3, dtype=torch.int32), torch.ones(T, dtype=torch.int32)
@@ -105,6 +111,7 @@ STAND_INS: dict[str, Callable[[], object]] = {
     "head_squares": lambda: reference.head_squares(torch.ones(T, (N + 2 * K) * D), K, D),
     "argmax_rows": lambda: reference.argmax_rows(torch.ones(T, D), D),
     "qkv_rope_write": rope_write,
+    "latent_rope_write": latent_write,
     "paged_decode_attention": decode,
 }
 
