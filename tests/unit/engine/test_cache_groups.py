@@ -91,3 +91,12 @@ def test_all_pools_together_fill_the_cache(cache_bytes: int) -> None:
 def test_full_layers_of_several_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="KV heads of several shapes"):
         layout_of([FULL, FULL._replace(num_heads=4)], "float32", 4)
+
+
+def test_a_hand_over_of_gemma_3_sends_little_more_than_a_fifth() -> None:
+    """Of Gemma 3 270M, 15 of whose 18 layers have windows of 512 tokens, with 8,192 tokens."""
+    layers = [LayerKv(0 if number % 6 == 5 else 512, 1, 256, 256) for number in range(18)]
+    layout = layout_of(layers, "bfloat16", 2)
+    whole = layout_of([layer._replace(window=0) for layer in layers], "bfloat16", 2)
+    assert layout.bytes_of(8192) == 8192 * 3 * 1024 + 512 * 15 * 1024
+    assert layout.bytes_of(8192) / whole.bytes_of(8192) == 0.21875
