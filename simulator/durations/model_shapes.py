@@ -156,6 +156,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     """The sizes of a model whose `config.json` was read."""
     attention = config.layers[0].attention
     dense = [layer.ffn for layer in config.layers if isinstance(layer.ffn, DenseConfig)]
+    windows = layer_windows(config)
     return ModelShape(
         name=name,
         hidden_size=config.hidden_size,
@@ -170,7 +171,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         qkv_bias=attention.qkv_bias,
         o_bias=attention.o_bias,
         mlp_bias=bool(dense) and dense[0].bias,
-        windows=layer_windows(config),
+        windows=windows if any(windows) else (),
         qk_norm=attention.qk_norm == "head",
         whole_qk_norm=attention.qk_norm == "whole",
         norms_per_layer=4 if config.layers[0].norms == "both" else 2,
