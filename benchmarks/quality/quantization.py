@@ -56,7 +56,7 @@ class Scorer:
         model, dtype, device = read_model_config(folder), getattr(torch, form.dtype), torch.device("cpu")
         parameters = load_parameters(folder, model, dtype, device)
         pack_parameters(parameters, form.quantization)
-        cache = KvCache(kv_layout(model, form.dtype), num_blocks, BLOCK_SIZE, device)
+        cache = KvCache(kv_layout(model, form.dtype, keeps_all=True), num_blocks, BLOCK_SIZE, device)
         self._decoder = Decoder(model, parameters, RopeTables(model, num_tokens, dtype, device), cache)
         self._batches = BatchBuilder(BLOCK_SIZE, num_tokens)
 

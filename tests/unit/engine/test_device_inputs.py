@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.engine.batch_arrays import BatchArrays
+from disagg.engine.batch_arrays import BatchArrays, WindowArrays
 from disagg.engine.runner.model import replay
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs
 from disagg.kernels.capture import CaptureError
@@ -65,6 +66,25 @@ def test_a_step_is_padded_to_its_bucket() -> None:
     assert (batch.num_decodes, batch.prefills, batch.sample_rows) == (4, None, None)
 
 
+def test_windows_have_slots_and_tables_of_their_own() -> None:
+    inputs = DeviceStepInputs(6, 5, CPU, num_windows=2)
+    batch = inputs.batch(4)
+    for first in (1, 5):
+        windows = tuple(
+            WindowArrays(each.slot_mapping_T, each.block_tables_SM, ())
+            for each in (arrays(3, 2, first + 20), arrays(3, 2, first + 40))
+        )
+        assert inputs.fill(dataclasses.replace(arrays(3, 2, first), windows=windows)) == 4
+        assert batch.block_tables_SM[:, 0].tolist() == [10 * first, 10 * first + 10, 10 * first + 20, 0]
+        for window, more in zip(batch.windows, (20, 40), strict=True):
+            start = first + more
+            assert window.slot_mapping_T.tolist() == [start + 200, start + 201, start + 202, -1]
+            rows = [[10 * row, 10 * row + 1] for row in range(start, start + 3)]
+            assert window.block_tables_SM[:, :2].tolist() == [*rows, [0, 0]]
+    inputs.fill_padding(4)
+    assert all(window.slot_mapping_T.tolist() == [-1] * 4 for window in batch.windows)
+
+
 def test_steps_of_all_sizes_are_at_one_place() -> None:
     inputs = DeviceStepInputs(8, 3, CPU)
     small, large = inputs.batch(2), inputs.batch(8)
@@ -93,10 +113,12 @@ def test_a_worker_that_only_prefills_captures_no_decode_steps(
     assert list(runner._replayed._captured) == captured
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3])
-def test_padded_rows_change_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_seqs: int) -> None:
-    """The steps of a GPU, replayed by what replays a CPU's, against the CPU's own."""
-    folder = make_checkpoint("qwen3", tmp_path)
+@pytest.mark.parametrize(("kind", "num_seqs"), [("qwen3", 1), ("qwen3", 3), ("gemma3", 3)])
+def test_padded_rows_change_no_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_seqs: int
+) -> None:
+    """The steps of a GPU, replayed by what replays a CPU's, against the CPU's own; also with windows."""
+    folder = make_checkpoint(kind, tmp_path)
     prompts = [[(7 * i + 3 * row) % VOCAB_SIZE for i in range(17 + 9 * row)] for row in range(num_seqs)]
     found = []
     for inputs in (replay.StepInputs, DeviceStepInputs):
