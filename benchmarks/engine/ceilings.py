@@ -60,7 +60,7 @@ def measure(num_threads: int) -> Ceilings:
         raise ValueError(f"num_threads: must be in [1, {len(cores)}], not {num_threads}")
     dispatch.set_num_threads(num_threads)
     measured = cores[:num_threads]
-    read = [READ_BYTES / _read_s(measured) / 1e9 for _ in range(READ_BURSTS)]
+    read = [READ_BYTES / read_s(measured) / 1e9 for _ in range(READ_BURSTS)]
     products = [_product_rate(measured) for _ in range(PRODUCT_BURSTS)]
     time.sleep(PAUSE_S)
     return Ceilings(
@@ -92,8 +92,8 @@ def _seconds(cores: Sequence[int], part: Callable[[int], object]) -> float:
 # ---------------------------------------------------------------- reading
 
 
-def _read_s(cores: Sequence[int]) -> float:
-    """How long the buffer takes."""
+def read_s(cores: Sequence[int]) -> float:
+    """How long these cores take to read `READ_BYTES` once, in seconds."""
     parts = np.array_split(_buffer(), len(cores))
     return _seconds(cores, lambda index: _read_loop()(parts[index].ctypes.data, parts[index].size))
 

@@ -5,7 +5,8 @@ when all rows choose the same experts.
 
 Weights are bf16, those of a Qwen3-MoE layer with half the experts by default: 0.6 GB, beyond every cache. The bytes of
 a step are those of the experts that its rows chose, counted; beside them stands what E * (1 - (1 - k / E)^rows)
-expects. The read rate is measured before and after. The skewed routing has one expert that every row chooses and
+expects. Before and behind each call as many cores read a buffer: how long the step's bytes take at that rate is its
+limit, in the same moment. The skewed routing has one expert that every row chooses and
 spreads the rest; `one` has all rows on the same k experts.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.ceilings import measure
+from benchmarks.engine.ceilings import READ_BYTES, read_s
 from disagg.cluster.system.cores import available_cores, pin_process
 from disagg.kernels import dispatch
 from disagg.kernels.experts import Experts, Router
@@ -69,18 +70,28 @@ class Layer:
         self.bias_E[: {"uniform": 0, "skewed": 1, "one": self.routing.top_k}[routing]] = BIAS
 
 
-def few_rows(layer: Layer, count: int, calls: int) -> tuple[float, float]:
-    """Median microseconds of a call, and bytes of the experts that it read on average."""
+def few_rows(layer: Layer, count: int, calls: int, cores: Sequence[int]) -> dict[str, float]:
+    """Median time of a call, bytes of the experts that it read on average, and the median of its time over that in
+    which these bytes are read right before and behind it."""
     layer.use("uniform")
-    times, read = [], []
+    times, read, ratios = list[float](), list[float](), list[float]()
+    before_s = read_s(cores)
     for _ in range(calls):
         x_TH = layer.rows(count)
-        before = layer.counts_E.clone()
+        counts_E = layer.counts_E.clone()
         started = time.perf_counter()
         layer.run(x_TH)
         times.append(time.perf_counter() - started)
-        read.append(int((layer.counts_E > before).sum()) * layer.expert_bytes)
-    return statistics.median(times) * 1e6, statistics.mean(read)
+        read.append(int((layer.counts_E > counts_E).sum()) * layer.expert_bytes)
+        behind_s = read_s(cores)
+        ratios.append(times[-1] / ((before_s + behind_s) / 2 * read[-1] / READ_BYTES))
+        before_s = behind_s
+    return {
+        "us": round(statistics.median(times) * 1e6, 1),
+        "mb": round(statistics.mean(read) / 1e6, 1),
+        "mb_expected": round(layer.routing.distinct_experts(count) * layer.expert_bytes / 1e6, 1),
+        "over_limit": round(statistics.median(ratios), 3),
+    }
 
 
 def many_rows(layer: Layer, count: int, calls: int) -> dict[str, float]:
@@ -98,21 +109,14 @@ def many_rows(layer: Layer, count: int, calls: int) -> dict[str, float]:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
-    before = measure(options.threads)
+    cores = available_cores()[: options.threads]
+    dispatch.set_num_threads(options.threads)
     routing = Routing(num_experts=options.experts, top_k=options.top_k, score="sigmoid", renormalize=True)
     layer = Layer(routing, options.hidden, options.inner)
-    found: dict[str, Any] = {"read_gb_s": before.read_gb_s}
+    found: dict[str, Any] = {}
     for count in FEW_ROWS:
-        us, nbytes = few_rows(layer, count, options.calls)
-        expected = routing.distinct_experts(count) * layer.expert_bytes
-        found[f"rows_{count}_us"] = round(us, 1)
-        found[f"rows_{count}_mb"] = round(nbytes / 1e6, 1)
-        found[f"rows_{count}_mb_expected"] = round(expected / 1e6, 1)
-    after = measure(options.threads)
-    found["read_gb_s"] = max(before.read_gb_s, after.read_gb_s)
-    for count in FEW_ROWS:
-        limit_us = found[f"rows_{count}_mb"] * 1e3 / found["read_gb_s"]
-        found[f"rows_{count}_over_limit"] = round(found[f"rows_{count}_us"] / limit_us, 3)
+        of_count = few_rows(layer, count, options.calls, cores)
+        found |= {f"rows_{count}_{name}": value for name, value in of_count.items()}
     for name, ms in many_rows(layer, MANY_ROWS, options.calls // 4 or 1).items():
         found[f"rows_{MANY_ROWS}_{name}_ms"] = ms
     for name in ("skewed", "one"):
