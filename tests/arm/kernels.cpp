@@ -194,10 +194,10 @@ void small_ops(const std::string& name) {
     Numbers random(7);
     const auto x = random.many<T>(rows * size), residual = random.many<T>(rows * size), weight = random.many<T>(size);
     std::vector<T> out(rows * size), total(rows * size), half(rows * size / 2);
-    call(disagg_rms_norm, is_bf16, x.data(), size, i64(0), weight.data(), out.data(), rows, i64(1), size, 1e-5f);
+    call(disagg_rms_norm, is_bf16, x.data(), size, i64(0), weight.data(), out.data(), rows, i64(1), size, 1e-5f, i32(0));
     digest(name + " rms_norm", out);
     call(disagg_add_rms_norm, is_bf16, x.data(), size, residual.data(), size, weight.data(), out.data(), total.data(), rows, size,
-         1e-5f);
+         1e-5f, i32(0));
     digest(name + " add_rms_norm", out);
     digest(name + " sum", total);
     call(disagg_silu_mul, is_bf16, x.data(), size, half.data(), rows, size / 2);
@@ -235,9 +235,10 @@ void attention(const std::string& name, i64 dim) {
     const std::vector<i64> slots = {3, 600, 17, 18, -1};
     std::vector<i64> positions = {3, 600, 17, 18, 5};
     std::vector<T> rotated(5 * heads * dim);
-    call(disagg_qkv_rope_write, is_bf16, qkv.data(), (heads + 2 * kv_heads) * dim, i64(5), heads, kv_heads, dim, q_norm.data(),
-         k_norm.data(), 1e-5f, positions.data(), table.data(), table.data(), i64(700), keys.data(), values.data(), block_stride,
-         num_blocks, block, slots.data(), rotated.data());
+    const void* nothing = nullptr;
+    call(disagg_qkv_rope_write, is_bf16, qkv.data(), (heads + 2 * kv_heads) * dim, i64(5), heads, kv_heads, dim, dim, q_norm.data(),
+         k_norm.data(), 1e-5f, i32(0), i32(0), nothing, positions.data(), table.data(), table.data(), i64(700), nothing, keys.data(),
+         values.data(), block_stride, num_blocks, block, heads * dim, kv_heads * dim, slots.data(), rotated.data());
     digest(name + " rope", rotated);
     digest(name + " keys", keys);
     std::vector<i32> blocks(num_blocks), tables;
@@ -245,13 +246,16 @@ void attention(const std::string& name, i64 dim) {
     for (int i = 0; i < 3; ++i) tables.insert(tables.end(), blocks.begin(), blocks.end());
     const std::vector<i32> lengths = {1, static_cast<i32>(most), 17};
     const auto q = random.many<T>(rows * heads * dim);
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim)), soft_cap = 0.0f;
+    const i64 window = i64(1) << 62;
     std::vector<T> out(3 * heads * dim), prompt(rows * heads * dim);
     call(disagg_decode_attention, is_bf16, q.data(), heads * dim, dim, keys.data(), values.data(), block_stride, num_blocks,
-         kv_heads, block, tables.data(), num_blocks, num_blocks, lengths.data(), i64(3), heads, dim, scale, out.data());
+         kv_heads, block, tables.data(), num_blocks, num_blocks, lengths.data(), i64(3), heads, dim, dim, scale, soft_cap,
+         window, nothing, out.data());
     digest(name + " decode", out);
-    call(disagg_prefill_attention, is_bf16, static_cast<i32>(dim), q.data(), heads * dim, dim, keys.data(), values.data(),
-         block_stride, num_blocks, kv_heads, block, blocks.data(), i64(300), rows, heads, scale, prompt.data());
+    call(disagg_prefill_attention, is_bf16, static_cast<i32>(dim), static_cast<i32>(dim), q.data(), heads * dim, dim, keys.data(),
+         values.data(), block_stride, num_blocks, kv_heads, block, blocks.data(), i64(300), rows, heads, scale, soft_cap, window, nothing,
+         prompt.data());
     digest(name + " prefill", prompt);
 
     const auto expected = [&](const T* query, i64 head, i64 length) {
@@ -291,9 +295,9 @@ void fused(Kind kind, const std::string& name) {
     if (std::memcmp(out.data(), expected.data(), out.size() * sizeof(T)) != 0) fail(name + " silu_mul of a product");
     std::vector<T> total(rows * n), normed(rows * n), wanted(rows * n), wanted_total(rows * n);
     call(disagg_linear_add_rms_norm, i32(kind), x.data(), k, rows, panels.data(), none, n, k, none, total.data(), residual.data(), n,
-         norm.data(), 1e-5f, normed.data());
+         norm.data(), 1e-5f, i32(0), normed.data());
     call(disagg_add_rms_norm, is_bf16, product.data(), n, residual.data(), n, norm.data(), wanted.data(), wanted_total.data(), rows, n,
-         1e-5f);
+         1e-5f, i32(0));
     if (std::memcmp(normed.data(), wanted.data(), normed.size() * sizeof(T)) != 0) fail(name + " norm of a product");
     if (std::memcmp(total.data(), wanted_total.data(), total.size() * sizeof(T)) != 0) fail(name + " sum of a product");
 }
