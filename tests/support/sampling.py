@@ -37,8 +37,11 @@ class SampledRunner(FakeModelRunner):
         *,
         num_kv_heads: int = 1,
         shard: Shard = WHOLE,
+        windows: Seq[tuple[int, int]] = (),
     ) -> None:
-        super().__init__(num_blocks, block_size, max_model_len, vocab_size, num_kv_heads=num_kv_heads, shard=shard)
+        super().__init__(
+            num_blocks, block_size, max_model_len, vocab_size, num_kv_heads=num_kv_heads, shard=shard, windows=windows
+        )
         self.broken: set[str] = set()
         self._sampler = Sampler(vocab_size)
         generator = torch.Generator().manual_seed(19)
