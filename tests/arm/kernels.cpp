@@ -363,7 +363,7 @@ void experts(Kind kind, const std::string& name) {
         }
     }
     std::vector<T> smaller(out.size());  // an expert's numbers are rounded before they are added up
-    for (size_t i = 0; i < out.size(); ++i) smaller[i] = T(float(out[i]) / 4), expected[i] /= 4;
+    for (size_t i = 0; i < out.size(); ++i) smaller[i] = T(float(out[i]) / 8), expected[i] /= 8;
     expect_close(name, smaller.data(), expected.data(), num_rows * hidden);
     for (const i64 count : counts)
         if (count != 0) fail(name + ": counters");
