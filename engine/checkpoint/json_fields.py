@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from disagg.proto.errors import ConfigError
 
@@ -28,6 +27,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must hold a JSON object")
     return value
+
+
+_MOST: Final[Mapping[str, int]] = {
+    "num_hidden_layers": 4096,
+    "num_nextn_predict_layers": 64,
+    "num_mtp_layers": 64,
+}
+"""Largest values of fields that say how many descriptions are made."""
+_MOST_OF_OTHERS: Final = 2**31 - 1
 
 
 class JsonFields:
@@ -70,16 +78,18 @@ class JsonFields:
         }
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
+        """A whole number of at least `minimum`, and at most what any model has."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(f"`{name}` must be a whole number of at least {minimum}, not {value!r}")
+        if value > (most := _MOST.get(name, _MOST_OF_OTHERS)):
+            raise self.error(f"`{name}` must be at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
             raise self.error(f"`{name}` must be a positive number, not {value!r}")
         return float(value)
 

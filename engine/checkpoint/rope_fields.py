@@ -47,6 +47,8 @@ def read_rope(
         parameters = {**parameters, "original_max_position_embeddings": original}
     parameters = {"partial_rotary_factor": default_share, **parameters}
     for name in ("rope_type", "type"):
+        if not isinstance(parameters.get(name), str | None):
+            raise fields.error(f"rope type {parameters[name]!r} is not supported")
         if aliases and parameters.get(name) in aliases:
             parameters = {**parameters, name: aliases[parameters[name]]}
     return _rope(fields, parameters, head_dim, default_theta, is_partial, query_beta)
@@ -63,6 +65,8 @@ def read_ropes_by_kind(fields: JsonFields, head_dim: int, thetas: Mapping[str, f
     for kind in nested:
         if kind not in thetas:
             raise fields.error(f"`rope_parameters` has {kind!r}; the kinds of layers are {', '.join(thetas)}")
+        if not isinstance(nested[kind], dict | None):
+            raise fields.error(f"`rope_parameters.{kind}` must be an object, not {nested[kind]!r}")
     for kind, theta in thetas.items():
         parameters = {**(nested.get(kind) or {}), **(scaling if kind == FULL_ATTENTION else {})}
         ropes[kind] = _rope(fields, parameters, head_dim, theta, False, False)
@@ -159,7 +163,7 @@ def _yarn(rope: JsonFields, max_positions: int) -> dict[str, Any]:
 
 
 def _longrope(rope: JsonFields, max_positions: int, num_pairs: int) -> dict[str, Any]:
-    original = rope.integer("original_max_position_embeddings", max_positions)
+    original = rope.integer("original_max_position_embeddings", max_positions, minimum=2)
     factor = rope.number("factor", max_positions / original)
     stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {

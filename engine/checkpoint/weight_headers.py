@@ -7,12 +7,20 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from disagg.engine.checkpoint.json_fields import read_json_object
 from disagg.proto.errors import ConfigError
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
+_WIDTHS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+"""Bytes of a number, by the format's own names of types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +98,15 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             if name != "__metadata__":
                 start, end = (first + int(entry["data_offsets"][edge]) for edge in (0, 1))
                 entries[name] = TensorEntry(file, str(entry["dtype"]), tuple(map(int, entry["shape"])), start, end)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{file}: broken safetensors header, at tensor {name!r}") from error
+    for name, entry in entries.items():
+        width = _WIDTHS.get(entry.dtype)
+        num_bytes = entry.end - entry.start
+        if min(entry.shape, default=0) < 0 or (width is not None and num_bytes != width * math.prod(entry.shape)):
+            raise ConfigError(
+                f"{file}: tensor {name} of {entry.dtype} has shape {list(entry.shape)} and {num_bytes} bytes"
+            )
     expected_bytes = max((entry.end for entry in entries.values()), default=first)
     if (found_bytes := file.stat().st_size) < expected_bytes:
         raise ConfigError(f"{file}: cut short: {found_bytes} bytes of {expected_bytes}")

@@ -177,7 +177,16 @@ INERT = frozenset(
         *("finetuning_task", "gradient_checkpointing", "initializer_factor", "initializer_range", "pretraining_tp"),
         *("id2label", "label2id", "problem_type", "prefix", "task_specific_params"),
         *("is_llama_config", "max_window_layers"),
-        *("diversity_penalty", "length_penalty", "max_length", "min_length", "num_beam_groups", "num_beams"),
+        *(
+            "diversity_penalty",
+            "encoder_no_repeat_ngram_size",
+            "length_penalty",
+            "no_repeat_ngram_size",
+            "max_length",
+            "min_length",
+            "num_beam_groups",
+            "num_beams",
+        ),
         *("num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p", "typical_p"),
     }
 )

@@ -33,6 +33,7 @@ from disagg.engine.checkpoint.rope_fields import (
 
 def _read_gemma2(fields: JsonFields) -> ModelConfig:
     sizes = read_sizes(fields, head_dim=256)
+    check_value(fields, "sliding_window_size", fields.value("sliding_window") or 4096)  # published beside it
     rope = read_rope(fields, sizes.head_dim)
     ropes = {FULL_ATTENTION: rope, SLIDING_ATTENTION: rope}
     soft_cap = None if fields.is_null("attn_logit_softcapping") else fields.number("attn_logit_softcapping", 50.0)

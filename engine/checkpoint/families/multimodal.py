@@ -33,7 +33,7 @@ def _reader(texts: tuple[Family, ...], defaults: Mapping[str, Any]) -> Callable[
             fields.value(name)
         text = fields.part("text_config", defaults)
         model_type = text.value("model_type") or next(iter(by_type))
-        if model_type not in by_type:
+        if not isinstance(model_type, str) or model_type not in by_type:
             raise text.error(f"`model_type` {model_type!r} is not supported; supported are {', '.join(by_type)}")
         model = by_type[model_type].read(text)
         refuse_unread(text, model_type)

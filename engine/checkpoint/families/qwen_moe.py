@@ -7,6 +7,7 @@ from disagg.engine.checkpoint.families.family import (
     Family,
     TensorNames,
     check_silu,
+    check_value,
     layer_windows,
     read_model,
     read_sizes,
@@ -35,6 +36,8 @@ def _read_qwen2(fields: JsonFields) -> ModelConfig:
 
 def _read_qwen3(fields: JsonFields) -> ModelConfig:
     bias, num_layers = fields.boolean("attention_bias", False), fields.integer("num_hidden_layers")
+    check_value(fields, "use_qk_norm", True)  # of Qwen3-Coder, as the next one
+    check_value(fields, "shared_expert_intermediate_size", 0)
     window, slides = _window(fields, 4096, (True,) * num_layers)
     windows = tuple(window if is_sliding else None for is_sliding in slides)
     return _model(fields, _experts(fields), windows, qkv_bias=bias, o_bias=bias, qk_norm="head")

@@ -79,7 +79,7 @@ def _architecture(fields: JsonFields) -> str:
     architectures = fields.value("architectures")
     names = architectures if isinstance(architectures, list) else []
     for name in names:
-        if name in _BY_ARCHITECTURE:
-            return str(name)
+        if isinstance(name, str) and name in _BY_ARCHITECTURE:
+            return name
     found = ", ".join(map(str, names)) or "none"
     raise fields.error(f"architecture {found} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")

@@ -152,7 +152,7 @@ def _integer_tensor(name: str, module: str, group: WeightGroup, entries: Entries
 def read_compressed_tensors(fields: JsonFields) -> CompressedTensors:
     """The scheme of a `quantization_config`. Raises `ConfigError` for a value of a field that is not supported."""
     leave_aside(fields, _UNUSED_FIELDS)
-    one_of(fields, "quantization_status", "compressed")
+    one_of(fields, "quantization_status", "compressed", "frozen")
     one_of(fields, "transform_config", {})
     if fields.has("sparsity_config"):
         sparsity = fields.part("sparsity_config", {})

@@ -198,6 +198,11 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
     assert (experts.routing.renormalize, model.windows, model.layers[0].attention.qk_norm) == (True, (), "head")
 
 
+def test_qwen3_coder_says_what_all_of_its_family_do(tmp_path: Path) -> None:
+    said = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert read(tmp_path, QWEN3 | said).layers == read(tmp_path, QWEN3).layers
+
+
 def test_layers_of_qwen3_may_have_a_dense_mlp(tmp_path: Path) -> None:
     model = read(tmp_path, QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 6})
     assert [isinstance(layer.ffn, DenseConfig) for layer in model.layers] == [True, False, True, True, True, False]

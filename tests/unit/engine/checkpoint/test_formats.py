@@ -430,7 +430,7 @@ BROKEN_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"modules_to_not_convert": "lm_head"}, "`modules_to_not_convert` must be a list of names"),
     ("fp8_block", {"rotation": "hadamard"}, "`rotation` 'hadamard' is not known"),
     ("packed_int4", {"format": "marlin-24"}, "`format` 'marlin-24' is not supported"),
-    ("packed_int4", {"quantization_status": "frozen"}, "`quantization_status` 'frozen' is not supported"),
+    ("packed_int4", {"quantization_status": "initialized"}, "`quantization_status` 'initialized' is not supported"),
     ("packed_int4", {"transform_config": {"config_groups": {}}}, "`transform_config` .* is not supported"),
     (
         "packed_int4",
