@@ -56,7 +56,7 @@ class BatchArrays:
     sample_rows: I64 | None
     """Rows whose logits are wanted, ascending; None stands for all rows."""
     windows: tuple[WindowArrays, ...] = ()
-    """Of each cache group beside the first."""
+    """Arrays of each cache group beside the first."""
 
     @property
     def num_decodes(self) -> int:

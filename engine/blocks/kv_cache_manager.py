@@ -38,7 +38,7 @@ class _Match(NamedTuple):
     num_found: int
     """Blocks that the first group has, whether the other groups can resume behind them or not."""
     firsts: tuple[int, ...] = ()
-    """Of each other group, the first token whose KV the sequence needs."""
+    """First token whose KV the sequence needs of each other group."""
 
 
 class KVCacheManager:
@@ -68,7 +68,7 @@ class KVCacheManager:
         """Whether `admit` would admit the sequence."""
         if self._num_to_reserve(sequence, self._match(sequence, piece_tokens).blocks, alone=alone) is None:
             return False
-        return self._full_window(sequence) is None
+        return not self.windows or self._full_window(sequence) is None
 
     def admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
         """Lock the cached prefix of a sequence without blocks and reserve the rest, if that fits in all groups. One

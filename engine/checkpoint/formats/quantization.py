@@ -21,7 +21,7 @@ READERS: Mapping[str, Callable[[JsonFields], WeightFormat]] = {
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }
-"""By `quant_method`."""
+"""Readers of configurations, by `quant_method`."""
 
 
 def read_weight_format(fields: JsonFields) -> WeightFormat | None:
