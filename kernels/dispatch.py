@@ -72,6 +72,7 @@ __all__ = [
     "latent_rope_write",
     "linear",
     "linear_add_rms_norm",
+    "linear_by_head",
     "linear_gelu_tanh_mul",
     "linear_silu_mul",
     "moe_ffn",
@@ -278,8 +279,9 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
 
 
 def pack_experts(weight_EOI: Tensor, quantization: Quantization = "none") -> ExpertWeight:
-    """Lay the weights of a layer's experts out for `moe_ffn`; the plain weights are returned where there is no C++
-    kernel for them. `int8` rounds them as `pack_weight` does, each expert by itself.
+    """Lay the weights of a layer's experts out for `moe_ffn`, or those of its heads for `linear_by_head`; the plain
+    weights are returned where there is no C++ kernel for them. `int8` rounds them as `pack_weight` does, each expert by
+    itself.
 
     Raises:
         ValueError: `int8` of a weight that is not finite, or `fp8`.
@@ -457,6 +459,12 @@ def qkv_rope_write(
     """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
     args = (qkv_TQ, positions_T, slot_mapping_T, layer, squares)
     return _first(_ops(qkv_TQ).qkv_rope_write, reference.qkv_rope_write, *args)
+
+
+def linear_by_head(x_TNI: Tensor, weight_NOI: ExpertWeight) -> Tensor:
+    """The row of each head times the head's own weight, contiguous [T, N, O]: sums in fp32, rounded once. The weight is
+    plain, or from `pack_experts`."""
+    return _first(_ops(x_TNI).linear_by_head, reference.linear_by_head, x_TNI, weight_NOI)
 
 
 def latent_rope_write(

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from disagg.kernels.experts import Experts, Router, Shared
+from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.prefill_work import PrefillWork
 
 
@@ -33,6 +33,9 @@ class AttentionSpec:
     """Windows of the layers, each once, see `AttentionForm`; None for layers that see all."""
     has_soft_cap: bool = False
     has_sinks: bool = False
+    value_dim: int | None = None
+    """Number of the keys' first columns that are the values, of latent attention; None where values have a cache of
+    their own."""
 
     @property
     def is_plain(self) -> bool:
@@ -229,6 +232,10 @@ class Ops(Protocol):
         /,
     ) -> Tensor | None:
         """Norm (where given) and rotate the heads of q and k, write K and V at the tokens' slots; q, [T, N, D]."""
+        ...
+
+    def linear_by_head(self, x_TNI: Tensor, weight_NOI: ExpertWeight, /) -> Tensor | None:
+        """The row of each head times the head's own weight, [T, N, O]."""
         ...
 
     def latent_rope_write(

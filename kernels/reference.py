@@ -21,6 +21,7 @@ from torch import Tensor
 
 from disagg.kernels import weights
 from disagg.kernels.expert_reference import moe_ffn as moe_ffn
+from disagg.kernels.experts import ExpertWeight
 from disagg.kernels.ops import AttentionForm, HeadSquares, LatentWrite, Pointwise, PrefillChunk, Prefills, RopeWrite
 
 
@@ -181,6 +182,12 @@ def _normed_whole(heads_TND: Tensor, means_T: Tensor, weight_A: Tensor | None, l
     assert weight_A is not None, "both are normed at once"
     weight_ND = weight_A.view(heads_TND.shape[1:])
     return _normed(heads_TND.float(), means_T[:, None, None], weight_ND, layer.eps, layer.plus_one, heads_TND.dtype)
+
+
+def linear_by_head(x_TNI: Tensor, weight_NOI: ExpertWeight) -> Tensor:
+    """The row of each head times the head's own weight, contiguous [T, N, O]. Takes plain weights."""
+    assert isinstance(weight_NOI, Tensor), "packed weights have a kernel"
+    return (x_TNI.transpose(0, 1) @ weight_NOI.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
 def latent_rope_write(

@@ -106,7 +106,7 @@ inline void multiply_by_bfmmla(const Linear& args) {
     Linear block = args;
     for (int64_t first = 0; first < args.num_rows; first += COPIED_ROWS) {
         block.num_rows = std::min(COPIED_ROWS, args.num_rows - first);
-        block.out = static_cast<bf16*>(args.out) + first * args.num_columns;
+        block.out = static_cast<bf16*>(args.out) + first * args.out_stride;
         bf16* copies = at_least(memory, (block.num_rows + 1) / 2 * groups * 2 * QUAD);
         const auto copy = [&](int64_t r) {
             put_row_of_pair(static_cast<const bf16*>(args.x) + (first + r) * args.x_stride, args.depth, copies, r);

@@ -120,14 +120,14 @@ class Step {
             lay_out_row(args_.weights, x, args_.hidden, scratch_.rows + first * row_bytes(args_.weights, args_.hidden), r);
         });
         multiply({args_.weights, scratch_.rows, 0, 0, args_.gate_up, args_.gate_up_scales, 2 * args_.inner, args_.hidden,
-                  args_.gate_up_bias, scratch_.gate_up});
+                  args_.gate_up_bias, scratch_.gate_up, 2 * args_.inner});
         each_place(args_.inner, [&](int64_t, int64_t first, int64_t r) {
             T* gate = reinterpret_cast<T*>(scratch_.gate_up) + (first + r) * 2 * args_.inner;
             gate_row(args_.gate, args_.alpha, args_.limit, gate, gate + args_.inner, gate, args_.inner);
             lay_out_row(args_.weights, gate, args_.inner, scratch_.gated + first * row_bytes(args_.weights, args_.inner), r);
         });
         multiply({args_.weights, scratch_.gated, 0, 0, args_.down, args_.down_scales, args_.hidden, args_.inner, args_.down_bias,
-                  scratch_.rows});
+                  scratch_.rows, args_.hidden});
         for_rows(args_.num_rows, args_.hidden * args_.top_k, [&](int64_t row) { add_up(row); });
     }
 
@@ -160,7 +160,7 @@ class Step {
                 store(wide + row * hidden + i, load(x + i, n), n);
             }
         });
-        linear({Weights::FP32, wide, hidden, args_.num_rows, args_.router, nullptr, experts, hidden, args_.router_bias, scratch_.logits});
+        linear({Weights::FP32, wide, hidden, args_.num_rows, args_.router, nullptr, experts, hidden, args_.router_bias, scratch_.logits, experts});
         const Routing routing{experts, args_.top_k, args_.score, args_.groups, args_.top_groups, args_.group_score,
                               args_.renormalizes != 0, args_.scale, args_.choice_bias};
         for_rows(args_.num_rows, experts * args_.top_k, [&](int64_t row) {

@@ -219,7 +219,7 @@ void multiply_by_fma(const Linear& args) {
     Linear block = args;
     for (int64_t first = 0; first < args.num_rows; first += COPIED_ROWS) {
         block.num_rows = std::min(COPIED_ROWS, args.num_rows - first);
-        block.out = static_cast<T*>(args.out) + first * args.num_columns;
+        block.out = static_cast<T*>(args.out) + first * args.out_stride;
         float* wide = reinterpret_cast<float*>(at_least(memory, block.num_rows * stride / LANES));
         const auto widen = [&](int64_t r) {
             widen_row(static_cast<const T*>(args.x) + (first + r) * args.x_stride, args.depth, wide + r * stride, stride);

@@ -8,8 +8,8 @@
 // Weights are bf16, int8 with a scale for each column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
 // several tiles on each panel. Each output is one chain of fp32 sums along K, in the order that its way has: a row's result does
 // not depend on the rows beside it, and is the same on all processors that take the same way.
-// Threads take panels. Rows that would share few cache sets are copied further apart first. Strides in elements, rows of x
-// contiguous, the output contiguous.
+// Threads take panels. Rows that would share few cache sets are copied further apart first. Strides in elements, rows of x and of
+// the output contiguous.
 //
 // Loops over sums are unrolled by name: the compiler then keeps them in registers alone, without a second copy on the stack.
 
@@ -80,7 +80,7 @@ void spread(const Linear& args) {
             std::copy_n(static_cast<const bf16*>(args.x) + (first + r) * args.x_stride, args.depth, copies + r * block.x_stride);
         });
         block.x = copies;
-        block.out = static_cast<bf16*>(args.out) + first * args.num_columns;
+        block.out = static_cast<bf16*>(args.out) + first * args.out_stride;
         panels_in_runs(block);
     }
 }

@@ -25,7 +25,8 @@ from disagg.kernels.linear import PackedWeight
 from disagg.kernels.quantize import Int8Weight, Quantization, quantize_int8
 
 COLUMNS = 32
-_PRODUCT = "iPqqPPqqPP"
+PRODUCT: Final = "iPqqPPqqPPq"
+"""Fields of the struct that a product begins with."""
 _PACKING = 2
 """Version of the order within packed weights, to be increased when it changes."""
 KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
@@ -38,10 +39,10 @@ class NativeLinear:
     """The library's GEMMs, and the packing of their weights. Any thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.linear = Kernel(library, "disagg_linear", _PRODUCT)
-        self.linear_silu_mul = Kernel(library, "disagg_linear_silu_mul", f"{_PRODUCT}P")
-        self.linear_gelu_tanh_mul = Kernel(library, "disagg_linear_gelu_tanh_mul", f"{_PRODUCT}P")
-        self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{_PRODUCT}PqPfiP")
+        self.linear = Kernel(library, "disagg_linear", PRODUCT)
+        self.linear_silu_mul = Kernel(library, "disagg_linear_silu_mul", f"{PRODUCT}P")
+        self.linear_gelu_tanh_mul = Kernel(library, "disagg_linear_gelu_tanh_mul", f"{PRODUCT}P")
+        self.linear_add_rms_norm = Kernel(library, "disagg_linear_add_rms_norm", f"{PRODUCT}PqPfiP")
         int8_pairs, arithmetic = library["disagg_int8_pairs"], library["disagg_arithmetic"]
         int8_pairs.restype, int8_pairs.argtypes = ctypes.c_int64, []
         arithmetic.restype, arithmetic.argtypes = ctypes.c_char_p, [ctypes.c_int64]
@@ -163,7 +164,7 @@ def _panels(weight_OI: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeExpertWeight:
-    """Packed weights of all experts of a layer, which `kernels/cpu/experts.py` reads."""
+    """Packed weights of all experts of a layer, which `kernels/cpu/experts.py` reads, or of all heads."""
 
     packed: Tensor
     """Panels of each expert, [E, N / 32, K / 2, 64]."""
@@ -251,7 +252,7 @@ class NativeWeight(PackedWeight):
         return (
             KINDS[self.packed.dtype], x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
             0 if self.scale_O is None else self.scale_O.data_ptr(), self.out_features, self.in_features,
-            0 if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(),
+            0 if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(), self.out_features,
         )  # fmt: skip
 
     def _check(self, x_TI: Tensor, bias_O: Tensor | None) -> None:

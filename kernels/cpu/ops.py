@@ -20,8 +20,8 @@ from typing_extensions import override
 from disagg.kernels import reference
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.experts import MoeFfn
-from disagg.kernels.cpu.linear import NativeExpertWeight
-from disagg.kernels.experts import Experts, Router, Shared
+from disagg.kernels.cpu.linear import KINDS, PRODUCT, NativeExpertWeight
+from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.ops import (
     AttentionForm,
     HeadSquares,
@@ -133,6 +133,7 @@ class NativeOps(Ops):
             "iPqqqqqqPPfiiPPPPqPPPqqqqqPP",
             "token {}: its slot or its position is outside the cache",
         )
+        self._linear_by_head = Kernel(long, "disagg_linear_by_head", f"{PRODUCT}qq")
         self._latent_rope_write = Kernel(
             short,
             "disagg_latent_rope_write",
@@ -318,6 +319,22 @@ class NativeOps(Ops):
             key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, B,
             N * D if squares is None else squares.q_size, K * D if squares is None else squares.k_size,
             slot_mapping_T.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    @override
+    def linear_by_head(self, x_TNI: Tensor, weight_NOI: ExpertWeight) -> Tensor | None:
+        """Takes packed weights in bf16 and fp32."""
+        if not isinstance(weight_NOI, NativeExpertWeight) or weight_NOI.scale_EO is not None:
+            return None
+        packed, O, I = weight_NOI.packed, weight_NOI.out_features, weight_NOI.in_features  # noqa: E741
+        (T, N, _), dtype = x_TNI.shape, weight_NOI.dtype
+        if packed.shape[0] != N or not _are_rows(x_TNI, (T, N, I), dtype):
+            return None
+        out = new_output((T, N, O), dtype)
+        self._linear_by_head(
+            KINDS[packed.dtype], x_TNI.data_ptr(), x_TNI.stride(0), T, packed.data_ptr(), 0, O, I, 0, out.data_ptr(),
+            N * O, N, x_TNI.stride(1),
         )  # fmt: skip
         return out
 

@@ -35,6 +35,7 @@ struct Linear {
     int64_t num_columns, depth;
     const void* bias;  // may be null
     void* out;
+    int64_t out_stride;  // of rows; their numbers are side by side
 
     int64_t num_panels() const { return (num_columns + COLUMNS - 1) / COLUMNS; }
     int64_t panel_size() const { return (depth + 1) / 2 * PAIR; }  // numbers
@@ -43,7 +44,7 @@ struct Linear {
 // `rows` sums of the columns from `column` on, sixteen at a time, become outputs of the rows from `row` on.
 template <class T, class Sums>
 [[gnu::always_inline]] inline void finish(const Linear& args, int64_t row, int rows, int64_t column, int vecs, Sums sums) {
-    T* out = static_cast<T*>(args.out) + row * args.num_columns;
+    T* out = static_cast<T*>(args.out) + row * args.out_stride;
 #pragma GCC unroll 4
     for (int v = 0; v < vecs; ++v) {
         const int64_t at = column + v * LANES, left = args.num_columns - at;
@@ -52,7 +53,7 @@ template <class T, class Sums>
         const vf scale = args.scales ? load(args.scales + at, n) : splat(1.0f);
         const vf bias = args.bias ? load(static_cast<const T*>(args.bias) + at, n) : splat(0.0f);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; ++r) store(out + r * args.num_columns + at, fma(sums(r, v), scale, bias), n);
+        for (int r = 0; r < rows; ++r) store(out + r * args.out_stride + at, fma(sums(r, v), scale, bias), n);
     }
 }
 
@@ -71,7 +72,7 @@ inline TileRows rows_of(int64_t t, int64_t num_tiles, int64_t num_rows) {
 template <class T>
 [[gnu::always_inline]] inline void prefetch_outputs(const Linear& args, TileRows rows, int64_t column) {
     const T* out = static_cast<const T*>(args.out);
-    for (int64_t r = rows.first; r < rows.first + rows.count; ++r) prefetch_for_write(out + r * args.num_columns + column);
+    for (int64_t r = rows.first; r < rows.first + rows.count; ++r) prefetch_for_write(out + r * args.out_stride + column);
 }
 
 }  // namespace disagg

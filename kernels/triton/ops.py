@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.kernels.experts import Experts, Router, Shared
+from disagg.kernels import reference
+from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.ops import (
     AttentionForm,
     AttentionSpec,
@@ -128,6 +129,11 @@ class TritonOps(Ops):
     def draw_rows(self, logits_RV: Tensor, vocab_size: int, filters: Filters) -> Tensor:
         """Draw from the first `vocab_size` columns. Takes rows of any stride on a device where the kernels run."""
         return sampling.sample(logits_RV, vocab_size, filters)
+
+    @override
+    def linear_by_head(self, x_TNI: Tensor, weight_NOI: ExpertWeight) -> Tensor:
+        """By torch, whose products of batches are cuBLAS'."""
+        return reference.linear_by_head(x_TNI, weight_NOI)
 
     @override
     def latent_rope_write(

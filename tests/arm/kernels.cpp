@@ -22,6 +22,7 @@ int64_t disagg_prefill_attention(const void*);
 int64_t disagg_linear(const void*);
 int64_t disagg_linear_silu_mul(const void*);
 int64_t disagg_linear_add_rms_norm(const void*);
+int64_t disagg_linear_by_head(const void*);
 int64_t disagg_moe_ffn(const void*);
 int64_t disagg_moe_scratch(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 int64_t disagg_int8_pairs();
@@ -155,7 +156,7 @@ void products(Kind kind, const std::string& name) {
         std::vector<T> alone(most * shape.n);
         const auto multiply = [&](i64 first, i64 rows, T* out) {
             call(disagg_linear, i32(kind), x.data() + first * stride, stride, rows, panels.data(),
-                 kind == INT8 ? scales.data() : nullptr, shape.n, shape.k, bias.data(), out);
+                 kind == INT8 ? scales.data() : nullptr, shape.n, shape.k, bias.data(), out, shape.n);
         };
         for (i64 r = 0; r < most; ++r) multiply(r, 1, alone.data() + r * shape.n);
         std::vector<double> expected(most * shape.n);
@@ -290,16 +291,38 @@ void fused(Kind kind, const std::string& name) {
     const auto panels = packed(weight, n, k, kind == BF16);
     const T* none = nullptr;
     std::vector<T> product(rows * n), out(rows * n / 2), expected(rows * n / 2);
-    call(disagg_linear_silu_mul, i32(kind), x.data(), k, rows, panels.data(), none, n, k, none, product.data(), out.data());
+    call(disagg_linear_silu_mul, i32(kind), x.data(), k, rows, panels.data(), none, n, k, none, product.data(), n, out.data());
     call(disagg_silu_mul, is_bf16, product.data(), n, expected.data(), rows, n / 2);
     if (std::memcmp(out.data(), expected.data(), out.size() * sizeof(T)) != 0) fail(name + " silu_mul of a product");
     std::vector<T> total(rows * n), normed(rows * n), wanted(rows * n), wanted_total(rows * n);
-    call(disagg_linear_add_rms_norm, i32(kind), x.data(), k, rows, panels.data(), none, n, k, none, total.data(), residual.data(), n,
+    call(disagg_linear_add_rms_norm, i32(kind), x.data(), k, rows, panels.data(), none, n, k, none, total.data(), n, residual.data(), n,
          norm.data(), 1e-5f, i32(0), normed.data());
     call(disagg_add_rms_norm, is_bf16, product.data(), n, residual.data(), n, norm.data(), wanted.data(), wanted_total.data(), rows, n,
          1e-5f, i32(0));
     if (std::memcmp(normed.data(), wanted.data(), normed.size() * sizeof(T)) != 0) fail(name + " norm of a product");
     if (std::memcmp(total.data(), wanted_total.data(), total.size() * sizeof(T)) != 0) fail(name + " sum of a product");
+}
+
+// Heads with weights of their own: the bits of a product of each head's rows.
+template <class T>
+void by_head(Kind kind, const std::string& name) {
+    const i64 heads = 3, n = 70, k = 41, rows = 13;
+    Numbers random(7);
+    const auto x = random.many<T>(rows * heads * k);
+    std::vector<T> panels, found(rows * heads * n), alone(rows * n);
+    for (i64 h = 0; h < heads; ++h) {
+        const auto part = packed(random.many<T>(n * k), n, k, kind == BF16);
+        panels.insert(panels.end(), part.begin(), part.end());
+    }
+    const T* none = nullptr;
+    call(disagg_linear_by_head, i32(kind), x.data(), heads * k, rows, panels.data(), none, n, k, none, found.data(), heads * n, heads, k);
+    for (i64 h = 0; h < heads; ++h) {
+        const T* of_head = panels.data() + h * static_cast<i64>(panels.size()) / heads;
+        call(disagg_linear, i32(kind), x.data() + h * k, heads * k, rows, of_head, none, n, k, none, alone.data(), n);
+        for (i64 r = 0; r < rows; ++r)
+            if (std::memcmp(found.data() + (r * heads + h) * n, alone.data() + r * n, n * sizeof(T)) != 0) fail(name + " product by head");
+    }
+    digest(name + " by head", found);
 }
 
 // ---------------------------------------------------------------- experts
@@ -379,6 +402,8 @@ int main() {
     products<float, float>(FP32, "fp32 product");
     fused<bf16>(BF16, "bf16");
     fused<float>(FP32, "fp32");
+    by_head<bf16>(BF16, "bf16");
+    by_head<float>(FP32, "fp32");
     small_ops<bf16>("bf16");
     small_ops<float>("fp32");
     experts<bf16>(BF16, "bf16 experts");

@@ -88,6 +88,9 @@ def results(native: NativeOps, products: NativeLinear, dtype: torch.dtype) -> li
     if dtype == torch.bfloat16:
         packed.append(products.pack_int8(quantize_int8(weight)))
     found: list[Tensor | None] = [each.gemm(x, norm) for each in packed if each is not None]
+    by_head = products.pack_experts(of(11, 3, 70, 30) / 5)
+    assert by_head is not None
+    found.append(native.linear_by_head(x.view(9, 3, 30), by_head))
     found += [native.rms_norm(x, x[0], 1e-5), native.silu_mul(4 * x)]
     found += native.add_rms_norm(x, x.flip(0), x[1], 1e-5) or [None]
     found += [native.rms_norm(x, x[0], 1e-5, True), native.gelu_tanh_mul(4 * x), native.add(x, x.flip(0))]
