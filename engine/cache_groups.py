@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from disagg.engine.checkpoint.model_config import ModelConfig
+from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import CacheGroup, KvLayout
 
@@ -79,8 +79,15 @@ def model_layout(config: ModelConfig, dtype: str, element_bytes: float, *, keeps
         ConfigError: as `layout_of`.
     """
     windows = (0,) * config.num_layers if keeps_all else layer_windows(config)
-    layers = [LayerKv(window, config.num_kv_heads, config.head_dim, config.head_dim) for window in windows]
+    layers = [_layer_kv(config, layer, window) for layer, window in zip(config.layers, windows, strict=True)]
     return layout_of(layers, dtype, element_bytes)
+
+
+def _layer_kv(config: ModelConfig, layer: LayerConfig, window: int) -> LayerKv:
+    heads, dim, latent = config.num_kv_heads, config.head_dim, layer.attention.latent
+    if latent is None:
+        return LayerKv(window, heads, dim, dim)
+    return LayerKv(window, heads, dim, 0, latent.latent_dim)
 
 
 # ---------------------------------------------------------------- pools

@@ -37,7 +37,7 @@ from disagg.engine.checkpoint.gguf_models import (
 )
 from disagg.engine.checkpoint.weight_headers import write_safetensors
 from disagg.engine.runner.model.parameters import allocate_parameters
-from disagg.engine.runner.weights import checkpoint_tensors
+from disagg.engine.runner.weight_targets import checkpoint_tensors
 from disagg.proto.errors import ConfigError
 
 Progress = Callable[[str], None]

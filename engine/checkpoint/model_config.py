@@ -51,6 +51,37 @@ QkNorm = Literal["none", "head", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (DeepSeek V2, arXiv 2405.04434): keys and values of all heads are products of one normed latent
+    of each token, and each key has a rotated part behind it, which all heads share."""
+
+    latent_dim: int
+    """Numbers of a latent of keys and values."""
+    rope_dim: int
+    """Numbers of the rotated part of each query and key."""
+    key_dim: int
+    """Numbers of the other part, which for keys is a product of the latent."""
+    value_dim: int
+    """Numbers of a head's value."""
+    query_rank: int | None
+    """Numbers of a normed latent of which queries are products; None where they are products of the layer's input."""
+    interleaved: bool = True
+    """Rows of the checkpoint's weights that are rotated together are neighbours, in place of a half apart."""
+    norm_eps: float = 1e-6
+    """Epsilon of the norms of the latents."""
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.key_dim + self.rope_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.latent_dim + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention of one layer, whose heads are those of the model."""
 
@@ -68,6 +99,9 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: QkNorm = "none"
     """RMS norm of q and of k before rope: over each head, or over all heads at once."""
+    latent: LatentConfig | None = None
+    """Keys and values are products of a latent, which is the model's only KV head; None where they are the layer's
+    own."""
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -141,7 +175,9 @@ class ModelConfig:
     hidden_size: int
     num_heads: int
     num_kv_heads: int
+    """Number of KV heads; 1 for latent attention."""
     head_dim: int
+    """Numbers of a head; with latent attention those that are kept of a token."""
     vocab_size: int
     max_positions: int
     """Longest sequence that the position embedding was made for."""
@@ -184,7 +220,8 @@ class ModelConfig:
 
     def kv_head_bytes(self, element_bytes: int) -> int:
         """Bytes of one token's K and V in one KV head of all layers."""
-        return 2 * self.num_layers * self.head_dim * element_bytes
+        planes = sum(1 if layer.attention.latent else 2 for layer in self.layers)
+        return planes * self.head_dim * element_bytes
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -126,6 +126,15 @@ def max_positions(fields: JsonFields, rope: RopeConfig) -> int:
     return max(fields.integer("max_position_embeddings"), scaled)
 
 
+def latent_scale(fields: JsonFields, rope: RopeConfig) -> float:
+    """The factor of the scores of latent attention: with yarn, the square of the temperature for `mscale_all_dim`."""
+    parameters = fields.value("rope_scaling") or fields.value("rope_parameters") or {}
+    if rope.kind != "yarn" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    mscale = JsonFields(fields.file, parameters).number("mscale_all_dim")
+    return _yarn_mscale(rope.factor, mscale) ** 2
+
+
 def _llama3(rope: JsonFields, max_positions: int) -> dict[str, Any]:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:

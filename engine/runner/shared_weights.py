@@ -30,6 +30,7 @@ from disagg.engine.checkpoint.weight_headers import weight_file_times
 from disagg.engine.config import WeightsSource
 from disagg.engine.runner.model.parameters import (
     FfnParameters,
+    LatentParameters,
     LayerParameters,
     ModelParameters,
     allocate_parameters,
@@ -154,7 +155,7 @@ class _SharedFile:
 # ---------------------------------------------------------------- parameters
 
 
-_Holder = LayerParameters | FfnParameters | ModelParameters
+_Holder = LayerParameters | LatentParameters | FfnParameters | ModelParameters
 
 
 def _slots(parameters: ModelParameters) -> Iterator[tuple[str, _Holder, str]]:
@@ -162,13 +163,17 @@ def _slots(parameters: ModelParameters) -> Iterator[tuple[str, _Holder, str]]:
     for index, layer in enumerate(parameters.layers):
         yield from _fields_of(layer, f"{index}.")
         yield from _fields_of(layer.ffn, f"{index}.ffn.")
+        if layer.latent is not None:
+            yield from _fields_of(layer.latent, f"{index}.latent.")
     for name in ("embedding_VH", "final_norm_H", "lm_head_VH"):
         yield name, parameters, name
 
 
-def _fields_of(holder: LayerParameters | FfnParameters, prefix: str) -> Iterator[tuple[str, _Holder, str]]:
+def _fields_of(
+    holder: LayerParameters | LatentParameters | FfnParameters, prefix: str
+) -> Iterator[tuple[str, _Holder, str]]:
     for field in fields(holder):
-        if field.name != "ffn":
+        if field.name not in ("ffn", "latent"):
             yield f"{prefix}{field.name}", holder, field.name
 
 

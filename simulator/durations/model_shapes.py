@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from disagg.engine.cache_groups import LayerKv, layer_windows, layout_of
-from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, ModelConfig
+from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, LatentConfig, ModelConfig
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
 
@@ -59,6 +59,8 @@ class ModelShape:
     norms_per_layer: int = 2
     """Number of norms over the hidden size."""
     sinks: bool = False
+    latent: LatentConfig | None = None
+    """Latent attention, with one KV head of `head_dim` numbers, which are keys and values in one; None for others."""
     experts: ExpertsShape | None = None
     windows: tuple[int, ...] = ()
     """Tokens that a token attends to in each layer, itself included, 0 for all before it; empty where no layer has a
@@ -73,6 +75,16 @@ class ModelShape:
     def kv_size(self) -> int:
         """Number of outputs of the key projection, which is also that of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def score_dim(self) -> float:
+        """Half the multiply-adds of a query head with a token: the numbers of a key and of a value, averaged."""
+        return self.head_dim if self.latent is None else (self.head_dim + self.latent.latent_dim) / 2
+
+    @property
+    def kept_dim(self) -> float:
+        """Half the numbers that a KV head keeps of a token."""
+        return self.head_dim if self.latent is None else self.head_dim / 2
 
     @property
     def num_dense_layers(self) -> int:
@@ -95,8 +107,23 @@ class ModelShape:
             return self.matrix_parameters
         return self._matrix_parameters(self.experts.config.routing.distinct_experts(num_rows))
 
+    def latent_matrices(self, latent: LatentConfig, num_heads: int) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of the products of a layer with latent attention, with so many of the heads."""
+        hidden, queries = self.hidden_size, num_heads * latent.query_dim
+        down: tuple[tuple[int, int], ...] = ((hidden, queries + latent.cache_dim),)
+        if (rank := latent.query_rank) is not None:
+            down = ((hidden, rank + latent.cache_dim), (rank, queries))
+        return (
+            *down,
+            (latent.key_dim, num_heads * latent.latent_dim),
+            (latent.latent_dim, num_heads * latent.value_dim),
+            (num_heads * latent.value_dim, hidden),
+        )
+
     def _matrix_parameters(self, num_experts: _Number | None) -> _Number | int:
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        if self.latent is not None:
+            attention = sum([inputs * outputs for inputs, outputs in self.latent_matrices(self.latent, self.num_heads)])
         dense = self.num_layers * attention + 3 * self.num_dense_layers * self.hidden_size * self.intermediate_size
         if self.experts is None or num_experts is None:
             return dense
@@ -109,6 +136,8 @@ class ModelShape:
         """Number of all parameters in the checkpoint."""
         layer = self.norms_per_layer * self.hidden_size + self.sinks * self.num_heads
         layer += self.whole_qk_norm * (self.q_size + self.kv_size)
+        if self.latent is not None:
+            layer += (self.latent.query_rank or 0) + self.latent.latent_dim
         layer += self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size) + self.qk_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
@@ -118,7 +147,8 @@ class ModelShape:
     def kv_layout(self, kv_dtype: str = "bfloat16") -> KvLayout:
         """What is kept of the keys and values of a sequence, counted once for all ranks."""
         windows = self.windows or (0,) * self.num_layers
-        layers = [LayerKv(window, self.num_kv_heads, self.head_dim, self.head_dim) for window in windows]
+        value_dim, prefix = (self.head_dim, 0) if self.latent is None else (0, self.latent.latent_dim)
+        layers = [LayerKv(window, self.num_kv_heads, self.head_dim, value_dim, prefix) for window in windows]
         return layout_of(layers, kv_dtype, DTYPE_BYTES[kv_dtype])
 
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
@@ -176,6 +206,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         whole_qk_norm=attention.qk_norm == "whole",
         norms_per_layer=4 if config.layers[0].norms == "both" else 2,
         sinks=attention.sinks,
+        latent=attention.latent,
         experts=_experts_of(config),
     )
 

@@ -126,10 +126,12 @@ class RooflineStepTimes:
         def mlp(features: int) -> tuple[_Gemm, ...]:
             return gemm(2 * features // tp, model.hidden_size), gemm(model.hidden_size, features // tp)
 
-        self._attention_gemms = (
+        self._attention_gemms: tuple[_Gemm, ...] = (
             gemm((self._heads + 2 * self._kv_heads) * model.head_dim, model.hidden_size),
             gemm(model.hidden_size, self._heads * model.head_dim),
         )
+        if model.latent is not None:
+            self._attention_gemms = tuple([gemm(n, k) for k, n in model.latent_matrices(model.latent, self._heads)])
         self._mlp_gemms = mlp(model.intermediate_size) if model.num_dense_layers else ()
         self._shared_gemms: tuple[_Gemm, ...] = ()
         if model.experts is not None:
@@ -219,14 +221,14 @@ class RooflineStepTimes:
         tokens, pairs = work.prefill_tokens, work.prefill_attended
         if tokens == 0:
             return 0.0
-        seconds = self._prefill_s(tokens, pairs, self._heads, self.model.head_dim)
+        seconds = self._prefill_s(tokens, pairs, self._heads, self.model.score_dim)
         if self._prefill_surface is None:
             return seconds
         # Prompts of so many tokens, all new, have as many pairs for each token as these.
         alike = max(1.0, 2.0 * pairs / tokens - 1.0)
         return seconds * self._prefill_surface.factor(max(1.0, tokens / alike), alike)
 
-    def _prefill_s(self, tokens: float, pairs: float, heads: int, head_dim: int) -> float:
+    def _prefill_s(self, tokens: float, pairs: float, heads: int, head_dim: float) -> float:
         kernels = self._kernels
         flops = 4.0 * heads * head_dim * (pairs + kernels.prefill_attention_pairs * tokens)
         return kernels.attention_start_s + flops / (self._attention_peak * kernels.prefill_attention_compute)
@@ -234,12 +236,12 @@ class RooflineStepTimes:
     def _decode_attention_s(self, work: StepWork) -> float:
         if work.num_decodes == 0:
             return 0.0
-        seconds = self._decode_s(work.num_decodes, work.decode_context, self._kv_heads, self.model.head_dim)
+        seconds = self._decode_s(work.num_decodes, work.decode_context, self._kv_heads, self.model.kept_dim)
         if self._decode_surface is None:
             return seconds
         return seconds * self._decode_surface.factor(work.num_decodes, work.decode_context / work.num_decodes)
 
-    def _decode_s(self, batch: float, context: float, kv_heads: int, head_dim: int) -> float:
+    def _decode_s(self, batch: float, context: float, kv_heads: int, head_dim: float) -> float:
         kernels = self._kernels
         num_bytes = 2.0 * context * kv_heads * head_dim * self._kv_bytes
         return kernels.attention_start_s + _overlapped(

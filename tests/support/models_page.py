@@ -18,6 +18,7 @@ from disagg.engine.checkpoint.model_config import (
     DenseConfig,
     ExpertsConfig,
     FfnConfig,
+    LatentConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -105,10 +106,21 @@ def _layer_parts(layer: LayerConfig) -> list[str]:
         "biases of attention" if attention.qkv_bias or attention.o_bias else "",
         *_ffn_parts(layer.ffn),
         qk_norms[attention.qk_norm],
+        *_latent_parts(attention.latent),
         "windows" if attention.window is not None else "",
         "soft cap of scores" if attention.soft_cap is not None else "",
         "sinks" if attention.sinks else "",
         "gelu" if isinstance(layer.ffn, DenseConfig) and layer.ffn.activation == "gelu_tanh" else "",
+    ]
+
+
+def _latent_parts(latent: LatentConfig | None) -> list[str]:
+    if latent is None:
+        return []
+    return [
+        "latent attention",
+        "" if latent.query_rank is None else "a latent of queries",
+        "rope of neighbours" if latent.interleaved else "",
     ]
 
 

@@ -33,7 +33,7 @@ class Format:
 
     store: Callable[[Tensor], Stored]
     config: dict[str, Any] = field(default_factory=dict)
-    tensors: str = r"(_proj|\.w[123])\.weight$"
+    tensors: str = r"(_proj|_with_mqa|\.w[123])\.weight$"
     """The tensors that are stored so."""
     ending: str = "weight"
     """What their names lose before the names of the parts are put behind."""

@@ -142,8 +142,52 @@ EXPERT_KINDS = {
     ),
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+
+LATENT_KINDS = {
+    # The two temperatures of yarn differ, so that cosines are scaled as well as scores.
+    "deepseek_v2": _Kind(
+        "DeepseekV2",
+        {
+            **_LATENT,
+            **_GROUPS,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 4.0,
+            **_rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.2),
+        },
+    ),
+    "deepseek_v2_lite": _Kind("DeepseekV2", {**_LATENT, "q_lora_rank": None, "n_shared_experts": 1}),
+    "deepseek_v3": _Kind(
+        "DeepseekV3",
+        {
+            **_LATENT,
+            **_GROUPS,
+            **_rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+    "deepseek_v3_halves": _Kind(
+        "DeepseekV3", {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+    ),
+    "glm4_moe_lite": _Kind("Glm4MoeLite", {**_LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+}
+"""Latent attention, whose sizes all differ."""
+
 FAMILY_KINDS = {
     **EXPERT_KINDS,
+    **LATENT_KINDS,
     "phi3": _Kind("Phi3", {"sliding_window": 16, "pad_token_id": None}),
     # 12 of the 16 dims of a head are rotated.
     "phi3_longrope": _Kind(

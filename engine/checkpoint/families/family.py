@@ -33,6 +33,14 @@ class TensorNames:
     """Three tensors, or one that holds them one below the other."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    q_down: str = "self_attn.q_a_proj"
+    """Of latent attention: the latent of the queries, its norm, and the queries."""
+    q_latent_norm: str = "self_attn.q_a_layernorm"
+    q_up: str = "self_attn.q_b_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    """The latent of keys and values, with the part of the keys that is rotated; its norm, and keys and values."""
+    kv_latent_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
     sinks: str = "self_attn.sinks"
     """The name of the tensor itself."""
     o: str = "self_attn.o_proj"
@@ -133,6 +141,12 @@ def read_model(
         eos_token_ids=(),
         **changes,
     )
+
+
+def extra_layers(fields: JsonFields, default: int = 1) -> int:
+    """Layers that predict further tokens, which transformers 5 counts under another name."""
+    name = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
+    return fields.integer(name, default, minimum=0)
 
 
 def check_silu(fields: JsonFields) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from disagg.engine.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from disagg.engine.checkpoint.families.exaone import EXAONE_4
 from disagg.engine.checkpoint.families.family import Family, refuse_unread
 from disagg.engine.checkpoint.families.gemma import GEMMA_2, GEMMA_3
-from disagg.engine.checkpoint.families.glm_moe import GLM_4_MOE
+from disagg.engine.checkpoint.families.glm_moe import GLM_4_MOE, GLM_4_MOE_LITE
 from disagg.engine.checkpoint.families.gpt_oss import GPT_OSS
 from disagg.engine.checkpoint.families.granite import GRANITE
 from disagg.engine.checkpoint.families.llama import LLAMA
@@ -45,7 +46,10 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     GPT_OSS,
     GLM_4_MOE,
+    GLM_4_MOE_LITE,
     MINIMAX_M2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
 )
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}

@@ -8,19 +8,17 @@ As one rank of several it has some of the heads, of the MLP's columns and of the
 output projection and behind the MLP, the ranks add up what each of them has, in the model's dtype; so do they for the
 embedding, and rank 0 gathers the logits. What is replicated (norms, residual stream) is equal on all ranks.
 
-Shapes, on each rank: T tokens, S decoding sequences, R rows that sample, H hidden, N query heads, K KV heads, D head
-dim, A = N * D, V vocabulary.
+Shapes, on each rank: T tokens, R rows that sample, H hidden, A numbers that attention gives, V vocabulary.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
 from disagg.engine.runner.collectives import Collective
+from disagg.engine.runner.model.attention import AttentionParts, LayerCache, make_attention
 from disagg.engine.runner.model.batch import Batch
 from disagg.engine.runner.model.ffn import ExpertsFfn, Join, Norms, make_ffn, rounded
 from disagg.engine.runner.model.kv_cache import KvCache
@@ -29,17 +27,8 @@ from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE
 from disagg.kernels.attention import AttentionProvider, OwnKernels
-from disagg.kernels.dispatch import (
-    embed,
-    head_squares,
-    linear,
-    new_output,
-    paged_decode_attention,
-    pointwise,
-    qkv_rope_write,
-    take_rows,
-)
-from disagg.kernels.ops import AttentionForm, AttentionSpec, HeadSquares, RopeWrite
+from disagg.kernels.dispatch import embed, linear, new_output, pointwise, take_rows
+from disagg.kernels.ops import AttentionSpec
 
 
 class Decoder:
@@ -79,9 +68,9 @@ class Decoder:
         others = [type(self.attention).of(self.attention.spec) for _ in cache.layout.groups[1:]]
         self._prompts = (self.attention, *others)
         """The same for each cache group, whose layers read other block tables."""
-        parts = _Parts(config, local, self._norms, ropes, self._prompts, collective)
+        parts = AttentionParts(config, local, self._norms, ropes, self._prompts, collective)
         self._layers = tuple(
-            _Layer(parts, layer, held, cache.layer(index), cache.group_of(index))
+            _Layer(parts, layer, held, LayerCache(*cache.layer(index), cache.group_of(index)))
             for index, (layer, held) in enumerate(zip(local.layers, parameters.layers, strict=True))
         )
         multiplier = config.embedding_multiplier
@@ -153,77 +142,24 @@ class Decoder:
         return None if gathered_TV is None else gathered_TV[:, : self._vocab_size]
 
 
-class _Parts(NamedTuple):
-    """What the layers of a decoder have in common."""
-
-    config: ModelConfig
-    """The whole model's."""
-    local: ModelConfig
-    """The rank's."""
-    norms: Norms
-    ropes: RopeTables
-    prompts: tuple[AttentionProvider, ...]
-    """Of each cache group."""
-    collective: Collective | None
-
-
 class _Layer:
     """One layer with its part of the cache, in two halves: attention up to its output projection, and what follows."""
 
     def __init__(
-        self, parts: _Parts, layer: LayerConfig, parameters: LayerParameters, cache: tuple[Tensor, Tensor], group: int
+        self, parts: AttentionParts, layer: LayerConfig, parameters: LayerParameters, cache: LayerCache
     ) -> None:
-        """`layer` is the rank's, `group` the number of its cache group."""
-        norms, local, attention = parts.norms, parts.local, layer.attention
-        multiplier = parts.config.residual_multiplier
+        """`layer` is the rank's."""
+        norms, multiplier = parts.norms, parts.config.residual_multiplier
         self._p = parameters
-        self._group = group
-        self._prompts = parts.prompts[group]
-        self._collective = parts.collective
+        self._attention = make_attention(parts, layer.attention, parameters, cache)
         self._join = Join(norms, parts.collective, parameters.attention_out_norm_H, multiplier)
         self.ffn = make_ffn(
             layer.ffn, parameters.ffn, Join(norms, parts.collective, parameters.ffn_out_norm_H, multiplier)
         )
-        self._key_cache_NKBD, self._value_cache_NKBD = cache
-        table = parts.ropes.of(attention.rope)
-        self._rope_write = RopeWrite(
-            parameters.q_norm_D,
-            parameters.k_norm_D,
-            norms.eps,
-            table.cos_PR,
-            table.sin_PR,
-            *cache,
-            plus_one=norms.plus_one,
-            query_scale_P=table.query_scale_P,
-            is_whole=attention.qk_norm == "whole",
-        )
-        self._form = AttentionForm(attention.scale, attention.window, attention.soft_cap, parameters.sinks_N)
-        self._num_kv_heads, self._head_dim = local.num_kv_heads, local.head_dim
-        self._attention_size = local.num_heads * local.head_dim
-        self._whole_sizes = parts.config.num_heads * local.head_dim, parts.config.num_kv_heads * local.head_dim
 
     def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
-        """Write the tokens' KV, then attend; [T, N * D]."""
-        p = self._p
-        qkv_TQ = linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q)
-        squares = self._squares(qkv_TQ)
-        q_TND = qkv_rope_write(
-            qkv_TQ, batch.positions_T, batch.group(self._group).slot_mapping_T, self._rope_write, squares
-        )
-        return self._attention(q_TND, batch).reshape(-1, self._attention_size)
-
-    def _squares(self, qkv_TQ: Tensor) -> HeadSquares | None:
-        """The sums for norms of all heads, of which this rank has a part. Ranks that have the same KV head count it in
-        equal shares."""
-        collective = self._collective
-        if collective is None or not self._rope_write.is_whole:
-            return None
-        sums_T2 = head_squares(qkv_TQ, self._num_kv_heads, self._head_dim)
-        q_size, k_size = self._whole_sizes
-        held = collective.shard.size * self._num_kv_heads * self._head_dim // k_size
-        if held > 1:
-            sums_T2 = sums_T2 / sums_T2.new_tensor((1.0, float(held)))
-        return HeadSquares(collective.all_reduce(sums_T2), q_size, k_size)
+        """Write the tokens' KV, then attend; [T, A]."""
+        return self._attention.attend(normed_TH, batch)
 
     def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output projection and feed-forward network, each added to the residual stream; that stream's norm, and the
@@ -232,21 +168,11 @@ class _Layer:
         normed_TH, residual_TH = self._join.project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.ffn_norm_H)
         return self.ffn.transform(normed_TH, residual_TH, next_norm_H)
 
-    def _attention(self, q_TND: Tensor, batch: Batch) -> Tensor:
-        keys, values, form = self._key_cache_NKBD, self._value_cache_NKBD, self._form
-        out_TND = new_output(q_TND.shape, q_TND)
-        if batch.num_decodes:
-            rows = slice(batch.num_decodes)
-            tables_SM, lens_S = batch.group(self._group).block_tables_SM, batch.context_lens_S
-            paged_decode_attention(q_TND[rows], keys, values, tables_SM, lens_S, form, out_TND[rows])
-        if batch.prefills is not None:
-            self._prompts.attend(q_TND, keys, values, form, out_TND)
-        return out_TND
-
 
 def attention_spec(local: ModelConfig, *, device: str, dtype: str, kv_dtype: str, block_size: int) -> AttentionSpec:
     """What the attention of a rank has to compute, whose model is `local`."""
     attentions = [layer.attention for layer in local.layers]
+    latent = attentions[0].latent
     return AttentionSpec(
         device=device,
         dtype=dtype,
@@ -259,6 +185,7 @@ def attention_spec(local: ModelConfig, *, device: str, dtype: str, kv_dtype: str
         windows=tuple(dict.fromkeys(attention.window for attention in attentions)),
         has_soft_cap=any(attention.soft_cap is not None for attention in attentions),
         has_sinks=any(attention.sinks for attention in attentions),
+        value_dim=None if latent is None else latent.latent_dim,
     )
 
 

@@ -74,7 +74,8 @@ def count_blocks(
 
 class KvCache:
     """A tensor of each cache group, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one
-    rank of several, the heads that it holds. `layout` is the whole model's.
+    rank of several, the heads that it holds. `layout` is the whole model's. Where values are the first columns of the
+    keys there is one plane in place of two.
 
     In memory the planes (K or V of a layer) come first and the blocks within them, so that what a layer reads of a
     sequence with neighbouring blocks lies in a row.
@@ -109,11 +110,12 @@ class KvCache:
         self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}
         for number, (group, held) in enumerate(zip(layout.groups, self._groups_NL2KBD, strict=True)):
             for place, layer in enumerate(group.layers):
-                self._layers[layer] = number, held[:, place, 0], held[:, place, 1]
+                self._layers[layer] = number, *_planes(group, held[:, place])
 
     def _new_group(self, group: CacheGroup, num_blocks: int, device: torch.device) -> Tensor:
         num_heads = len(self.shard.kv_heads(group.num_heads))
-        shape = (len(group.layers), 2, num_blocks, num_heads, self.block_size, group.key_dim)
+        planes = 2 if group.value_dim else 1
+        shape = (len(group.layers), planes, num_blocks, num_heads, self.block_size, group.key_dim)
         dtype: torch.dtype = getattr(torch, group.dtype)
         if device.type == "cpu":
             tensor_L2NKBD = HugePages().new(shape, dtype)
@@ -123,7 +125,8 @@ class KvCache:
         return tensor_L2NKBD.permute(2, 0, 1, 3, 4, 5)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(K, V) of one layer, strided views `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+        """(K, V) of one layer, strided views `[num_blocks, num_kv_heads, block_size, head_dim]`; V may be a view of
+        K."""
         _, keys, values = self._layers[index]
         return keys, values
 
@@ -233,3 +236,8 @@ class KvCache:
             last = first + head_bytes * len(heads)
             yield heads, buffer[first:last]
             first = last
+
+
+def _planes(group: CacheGroup, held_N2KBD: Tensor) -> tuple[Tensor, Tensor]:
+    keys = held_N2KBD[:, 0]
+    return keys, held_N2KBD[:, 1] if group.value_dim else keys[..., : group.value_prefix]

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
+from disagg.engine.checkpoint.model_config import (
+    DenseConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LatentConfig,
+    LayerConfig,
+    ModelConfig,
+)
 from disagg.engine.config import Quantization
 from disagg.kernels.dispatch import PackedWeight, pack_experts, pack_router, pack_weight
 from disagg.kernels.experts import ExpertWeight
@@ -55,6 +62,24 @@ FfnParameters = DenseParameters | ExpertsParameters
 
 
 @dataclass(slots=True)
+class LatentParameters:
+    """What latent attention has beside other attention. `LayerParameters.qkv_weight_QH` gives the latent of the
+    queries, or the queries themselves, then that of keys and values, then the part of the keys that is rotated. L
+    numbers of a latent, E of a key and U of a value that it is expanded to, P of a query, G of the latent of queries.
+
+    Rotated parts are in the order of `apply_rope`, whatever order the checkpoint has."""
+
+    q_norm_G: Tensor | None
+    """None where queries have no latent, as is the next one."""
+    q_up_weight_PG: Weight | None
+    kv_norm_L: Tensor
+    key_weight_NLE: ExpertWeight
+    """Of each head, from a query to what is compared with latents."""
+    value_weight_NUL: ExpertWeight
+    """Of each head, from a latent to a value."""
+
+
+@dataclass(slots=True)
 class LayerParameters:
     """One decoder layer; nothing changes it once its weights are packed. Biases, norms and sinks are None where there
     are none."""
@@ -67,6 +92,7 @@ class LayerParameters:
     k_norm_D: Tensor | None
     sinks_N: Tensor | None
     """In fp32."""
+    latent: LatentParameters | None
     o_weight_HA: Weight
     o_bias_H: Tensor | None
     attention_out_norm_H: Tensor | None
@@ -107,7 +133,10 @@ _Empty = Callable[..., Tensor]
 def _allocate_layer(config: ModelConfig, layer: LayerConfig, empty: _Empty, device: torch.device) -> LayerParameters:
     hidden, head_dim, attention = config.hidden_size, config.head_dim, layer.attention
     attention_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    qkv_size = attention_size + 2 * kv_size
+    qkv_size, latent = attention_size + 2 * kv_size, attention.latent
+    if latent is not None:
+        qkv_size = (latent.query_rank or config.num_heads * latent.query_dim) + latent.cache_dim
+        attention_size = config.num_heads * latent.value_dim
     norm_sizes = {"none": None, "head": (head_dim, head_dim), "whole": (attention_size, kv_size)}[attention.qk_norm]
     before, after = layer.norms != "after", layer.norms != "before"
     return LayerParameters(
@@ -117,12 +146,24 @@ def _allocate_layer(config: ModelConfig, layer: LayerConfig, empty: _Empty, devi
         q_norm_D=empty(norm_sizes[0]) if norm_sizes else None,
         k_norm_D=empty(norm_sizes[1]) if norm_sizes else None,
         sinks_N=torch.empty(config.num_heads, dtype=torch.float32, device=device) if attention.sinks else None,
+        latent=None if latent is None else _allocate_latent(latent, config.num_heads, empty),
         o_weight_HA=empty(hidden, attention_size),
         o_bias_H=empty(hidden) if attention.o_bias else None,
         attention_out_norm_H=empty(hidden) if after else None,
         ffn_norm_H=empty(hidden) if before else None,
         ffn=_allocate_ffn(hidden, layer.ffn, empty),
         ffn_out_norm_H=empty(hidden) if after else None,
+    )
+
+
+def _allocate_latent(latent: LatentConfig, num_heads: int, empty: _Empty) -> LatentParameters:
+    rank = latent.query_rank
+    return LatentParameters(
+        q_norm_G=None if rank is None else empty(rank),
+        q_up_weight_PG=None if rank is None else empty(num_heads * latent.query_dim, rank),
+        kv_norm_L=empty(latent.latent_dim),
+        key_weight_NLE=empty(num_heads, latent.latent_dim, latent.key_dim),
+        value_weight_NUL=empty(num_heads, latent.value_dim, latent.latent_dim),
     )
 
 
@@ -174,11 +215,21 @@ def pack_parameters(parameters: ModelParameters, quantization: Quantization = "n
     try:
         for layer in parameters.layers:
             layer.qkv_weight_QH = _packed(layer.qkv_weight_QH, quantization)
+            if layer.latent is not None:
+                _pack_latent(layer.latent, quantization)
             layer.o_weight_HA = _packed(layer.o_weight_HA, quantization)
             _pack_ffn(layer.ffn, quantization)
         parameters.lm_head_VH = _packed(parameters.lm_head_VH, quantization)
     except ValueError as error:
         raise ConfigError(f"quantization: {error}") from error
+
+
+def _pack_latent(latent: LatentParameters, quantization: Quantization) -> None:
+    """The products by head keep the model's dtype."""
+    if latent.q_up_weight_PG is not None:
+        latent.q_up_weight_PG = _packed(latent.q_up_weight_PG, quantization)
+    latent.key_weight_NLE = pack_experts(plain(latent.key_weight_NLE))
+    latent.value_weight_NUL = pack_experts(plain(latent.value_weight_NUL))
 
 
 def _pack_ffn(ffn: FfnParameters, quantization: Quantization) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from disagg.engine.checkpoint.model_config import ModelConfig, RopeConfig
+from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig, RopeConfig
 
 
 class RopeTable(NamedTuple):
@@ -27,12 +27,18 @@ class RopeTables:
     """The tables of a model up to `max_len`, one for each rope that its layers have."""
 
     def __init__(self, config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        ropes = dict.fromkeys(layer.attention.rope for layer in config.layers)
-        self._tables = {rope: _table(rope, config.head_dim, max_len, dtype, device) for rope in ropes}
+        dims = {layer.attention.rope: _rope_dim(config, layer) for layer in config.layers}
+        self._tables = {rope: _table(rope, dim, max_len, dtype, device) for rope, dim in dims.items()}
 
     def of(self, rope: RopeConfig | None) -> RopeTable:
         """The table of a layer."""
         return self._tables[rope]
+
+
+def _rope_dim(config: ModelConfig, layer: LayerConfig) -> int:
+    """Numbers of a head of which the rope rotates its share."""
+    latent = layer.attention.latent
+    return config.head_dim if latent is None else latent.rope_dim
 
 
 def _table(rope: RopeConfig | None, head_dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:

@@ -66,10 +66,14 @@ def test_tokens_and_logits_are_those_of_transformers(folders: Folders, kind: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [*((kind, 2) for kind in FAMILY_KINDS), ("olmo3", 4), ("gemma3", 4), ("phi3", 4)]
+    ("kind", "size"),
+    [
+        *((kind, 2) for kind in FAMILY_KINDS),
+        *((kind, 4) for kind in ("olmo3", "gemma3", "phi3", "deepseek_v2_lite", "deepseek_v3")),
+    ],
 )
 def test_ranks_compute_the_same(folders: Folders, kind: str, size: int) -> None:
-    """Four ranks share the two KV heads."""
+    """Four ranks share the two KV heads; all ranks have the latents."""
     whole, parts = make_sequence(PROMPT, BLOCKS), make_sequence(PROMPT, BLOCKS)
     expected = generate(make_runner(folders[kind]), whole, 12)
     with running_ranks(folders[kind], size) as ranks:
@@ -149,7 +153,7 @@ def test_bf16_rows_have_the_same_bits_alone_and_in_a_batch(folders: Folders, kin
         assert torch.equal(torch.cat((row[None], rows)), wanted)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "granite"])
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3", "granite", "deepseek_v3"])
 def test_bf16_is_close_to_fp32(folders: Folders, kind: str) -> None:
     """As close as transformers in bf16 is, which rounds between ops as the engine does."""
     token_ids = PROMPT

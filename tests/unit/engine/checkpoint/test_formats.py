@@ -23,7 +23,8 @@ from disagg.engine.checkpoint.formats.stored import stored_tensors
 from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.engine.checkpoint.weight_headers import read_headers
 from disagg.engine.runner.model.parameters import plain as plain_of
-from disagg.engine.runner.weights import check_weights, checkpoint_tensors, load_parameters
+from disagg.engine.runner.weight_targets import checkpoint_tensors
+from disagg.engine.runner.weights import check_weights, load_parameters
 from disagg.engine.sharding.model_shards import with_whole_experts
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError
@@ -115,7 +116,7 @@ def assert_same_model(folder: Path, dequantized: Path) -> None:
             for each, model in zip((folder, dequantized), models, strict=True)
         )
         for key, target in found.items():
-            assert torch.equal(target.parameter, expected[key].parameter), key
+            assert all(map(torch.equal, target.tensors, expected[key].tensors)), key
     tokens = []
     for each in (folder, dequantized):
         sequence = make_sequence(PROMPT, [3, 1, 4])
@@ -133,7 +134,13 @@ def test_a_model_is_that_of_the_dequantized_weights(plain: Path, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8_block"), ("mixtral", "awq"), ("phi3", "packed_int4_zeros")],
+    [
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "fp8_block"),
+        ("deepseek_v3", "fp8_exponents"),
+        ("mixtral", "awq"),
+        ("phi3", "packed_int4_zeros"),
+    ],
 )
 def test_models_with_experts_or_fused_tensors_are_those_of_the_dequantized_weights(
     tmp_path: Path, kind: str, name: str

@@ -18,7 +18,8 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model.kv_cache import kv_layout
 from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
-from disagg.engine.runner.weights import Target, checkpoint_tensors, load_parameters
+from disagg.engine.runner.weight_targets import Target, checkpoint_tensors
+from disagg.engine.runner.weights import load_parameters
 from disagg.engine.sharding.model_shards import rank_model, vocab_part, with_whole_experts
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.errors import ConfigError

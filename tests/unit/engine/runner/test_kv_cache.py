@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from disagg.engine.batch_arrays import blocks_for_tokens
+from disagg.engine.cache_groups import LayerKv, layout_of
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -52,3 +53,20 @@ def test_layer_views_are_parts_of_one_tensor() -> None:
     assert cache.tensor_NL2KBD.sum() == 8 * 1.0 + 8 * 2.0
     assert cache.tensor_NL2KBD[4, 1, 0, 1, 15].eq(1.0).all()
     assert cache.tensor_NL2KBD[0, 1, 1, 0, 2].eq(2.0).all()
+
+
+def test_latents_have_one_plane_of_which_values_are_the_first_columns() -> None:
+    layout = layout_of([LayerKv(0, 1, 12, 0, 8)] * 3, "float32", 4)
+    cache = KvCache(layout, num_blocks=5, block_size=16, device=torch.device("cpu"))
+    assert cache.tensor_NL2KBD.shape == (5, 3, 1, 1, 16, 12)
+    assert cache.nbytes == 5 * count_blocks(layout, 16, 16 * 3 * 12 * 4, None) * 16 * 3 * 12 * 4
+    cache.tensor_NL2KBD.zero_()
+    keys, values = cache.layer(1)
+    keys[4, 0, 15] = torch.arange(12.0)
+    assert values.shape == (5, 1, 16, 8)
+    assert values[4, 0, 15].tolist() == list(range(8))
+    buffer = torch.empty(3 * 3 * 12 * 4, dtype=torch.uint8)
+    cache.gather_part([0, 4], 29, 32, buffer, 1)
+    assert buffer.view(torch.float32).view(3, 3, 12)[1, 2].tolist() == list(range(12))
+    cache.scatter_part([2], 0, 3, buffer, 1)
+    assert cache.layer(1)[1][2, 0, 2].tolist() == list(range(8))

@@ -15,7 +15,8 @@ from torch import Tensor
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.weight_headers import TensorEntry, read_header, weight_files
 from disagg.engine.runner.model.parameters import DenseParameters, ModelParameters, plain
-from disagg.engine.runner.weights import checkpoint_tensors, load_parameters
+from disagg.engine.runner.weight_targets import checkpoint_tensors
+from disagg.engine.runner.weights import load_parameters
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import KINDS, make_checkpoint
 
