@@ -91,57 +91,6 @@ _LONG_ROPE = {
 
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 
-EXPERT_KINDS = {
-    "mixtral": _Kind("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}),
-    # The second layer has a dense MLP.
-    "qwen2_moe": _Kind("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
-    "qwen3_moe": _Kind("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
-    "gpt_oss": _Kind(
-        "GptOss",
-        {
-            "head_dim": 16,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 4,
-            "sliding_window": 16,
-            "swiglu_limit": 1.5,
-            "pad_token_id": None,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 256,
-            },
-        },
-    ),
-    "glm4_moe": _Kind(
-        "Glm4Moe",
-        {
-            "moe_intermediate_size": 40,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "pad_token_id": None,
-        },
-    ),
-    "minimax_m2": _Kind(
-        "MiniMaxM2",
-        {
-            "head_dim": 16,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-        },
-    ),
-}
-
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 28,
@@ -185,9 +134,60 @@ LATENT_KINDS = {
 }
 """Latent attention, whose sizes all differ."""
 
+EXPERT_KINDS = {
+    "mixtral": _Kind("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}),
+    # The second layer has a dense MLP.
+    "qwen2_moe": _Kind("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen3_moe": _Kind("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "gpt_oss": _Kind(
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "sliding_window": 16,
+            "swiglu_limit": 1.5,
+            "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "glm4_moe": _Kind(
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "pad_token_id": None,
+        },
+    ),
+    **LATENT_KINDS,
+    "minimax_m2": _Kind(
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+
 FAMILY_KINDS = {
     **EXPERT_KINDS,
-    **LATENT_KINDS,
     "phi3": _Kind("Phi3", {"sliding_window": 16, "pad_token_id": None}),
     # 12 of the 16 dims of a head are rotated.
     "phi3_longrope": _Kind(

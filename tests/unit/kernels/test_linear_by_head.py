@@ -46,7 +46,8 @@ def rows(T: int, N: int, I: int, dtype: torch.dtype) -> Tensor:  # noqa: E741 - 
 
 
 def weights(N: int, O: int, I: int, dtype: torch.dtype) -> Tensor:  # noqa: E741
-    return (torch.randn(N, O, I, generator=torch.Generator().manual_seed(O)) / I**0.5).to(dtype)
+    found: Tensor = (torch.randn(N, O, I, generator=torch.Generator().manual_seed(O)) / I**0.5).to(dtype)
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
