@@ -83,8 +83,8 @@ class OwnKernels(AttentionProvider):
         from disagg.kernels.triton.attention import reads
 
         q_TND, cache_NKBD, table_M = _meta(spec)
-        form = _meta_form(spec)
-        return None if reads(q_TND, cache_NKBD, cache_NKBD, table_M, form) else f"its kernels do not take {spec}"
+        values_NKBD, form = cache_NKBD[..., : spec.value_dim], _meta_form(spec)
+        return None if reads(q_TND, cache_NKBD, values_NKBD, table_M, form) else f"its kernels do not take {spec}"
 
     @override
     def works(self, places: Sequence[ChunkPlace]) -> Mapping[int | None, PrefillWork]:
@@ -131,6 +131,8 @@ class FlashInfer(AttentionProvider):
             return f"it takes bfloat16 and float16, not {spec.dtype}"
         if spec.kv_dtype != spec.dtype:
             return f"KV in {spec.kv_dtype} beside {spec.dtype} was not tried with it"
+        if spec.value_dim is not None:
+            return "latent attention was not tried with it"
         if not spec.is_plain:
             return "windows, soft caps and sinks were not tried with it"
         if spec.head_dim not in (64, 128, 256):

@@ -105,15 +105,17 @@ def largest_error(name: str, spec: AttentionSpec) -> float:
     tables = torch.split(scattered.to(spec.device), widths)
     shape = (2, sum(widths), spec.num_kv_heads, spec.block_size, spec.head_dim)
     keys, values = torch.randn(shape, generator=random).to(spec.device, getattr(torch, spec.kv_dtype))
+    if spec.value_dim is not None:
+        values = keys[..., : spec.value_dim]
     num_rows = sum(num_tokens for _, num_tokens in CHUNKS)
     q_TND = torch.randn((num_rows, spec.num_heads, spec.head_dim), generator=random)
     q_TND = q_TND.to(spec.device, getattr(torch, spec.dtype))
     prefills = prompts(provider, *((table_M, *chunk) for table_M, chunk in zip(tables, CHUNKS, strict=True)))
-    out_TND = torch.full_like(q_TND, torch.nan)
+    out_TND = q_TND.new_full((num_rows, spec.num_heads, values.shape[3]), torch.nan)
     provider.plan(prefills)
     form = AttentionForm(spec.scale)
     provider.attend(q_TND, keys, values, form, out_TND)
-    right_TND = torch.empty(q_TND.shape, device=q_TND.device)
+    right_TND = torch.empty(out_TND.shape, device=q_TND.device)
     arguments = (q_TND.float(), keys.float(), values.float(), Prefills(prefills.chunks), form)
     reference.paged_prefill_attention(*arguments, right_TND)
     largest = (out_TND.float() - right_TND).abs().max().cpu()  # NaN, if one is

@@ -27,6 +27,7 @@ TRITON_OPS = (
     "gather_kv",
     "gelu_tanh_mul",
     "head_squares",
+    "latent_rope_write",
     "moe_ffn",
     "paged_decode_attention",
     "paged_prefill_attention",

@@ -8,7 +8,11 @@ token of a tile of rows, where K and V are loaded as zeros.
 
 The parts of an `AttentionForm` but its scale are constants of the compiler: a plain kernel has nothing of them.
 
-Shapes: M rows (query heads of one KV head x tokens), C tokens of a tile, D head dim padded to a power of two.
+Keys of latent attention have a tail, further columns behind those that are their values. Queries have one as well, and
+the products of both are added to a score. A tile is read once, as keys and as values.
+
+Shapes: M rows (query heads of one KV head x tokens), C tokens of a tile, D dim of the values (and of the keys, without
+their tail) padded to a power of two, R dim of the tail padded likewise.
 """
 
 from __future__ import annotations
@@ -50,26 +54,47 @@ def _tile_rows(
     block_stride: tl.tensor,
     TILE: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
+    ROW: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
     """Start of the tokens' rows in the cache of one head, in elements (int64: caches pass 2**31 elements)."""
     if KV_BLOCK % TILE == 0:
         block = tl.load(table_ptr + first_token // KV_BLOCK).to(tl.int64)
-        return block * block_stride + (first_token % KV_BLOCK + tl.arange(0, TILE)) * DIM
+        return block * block_stride + (first_token % KV_BLOCK + tl.arange(0, TILE)) * ROW
     if MASKED:
         held_C = _are_held(tokens_C, begin, length, WINDOW)
         blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK, mask=held_C, other=0).to(tl.int64)
     else:
         blocks_C = tl.load(table_ptr + tokens_C // KV_BLOCK).to(tl.int64)
-    return blocks_C * block_stride + (tokens_C % KV_BLOCK) * DIM
+    return blocks_C * block_stride + (tokens_C % KV_BLOCK) * ROW
+
+
+@jit
+def load_rows(
+    ptr: tl.tensor,
+    starts_X: tl.tensor,
+    held_X: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """The first `SIZE` columns of rows, padded with zeros; with MASKED zeros for rows that are not held."""
+    columns = tl.arange(0, PADDED)
+    at = starts_X[:, None] + columns[None, :]
+    if MASKED:
+        return tl.load(ptr + at, mask=held_X[:, None] & (columns < SIZE)[None, :], other=0.0)
+    if PADDED != SIZE:
+        return tl.load(ptr + at, mask=(columns < SIZE)[None, :], other=0.0)
+    return tl.load(ptr + at)
 
 
 @jit
 def _add_tile(
     q_MD: tl.tensor,
+    q_tail_MR: tl.tensor | None,
     k_CD: tl.tensor,
+    k_tail_CR: tl.tensor | None,
     v_CD: tl.tensor,
     sums_MD: tl.tensor,
     mass_M: tl.tensor,
@@ -83,6 +108,8 @@ def _add_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the online softmax; an fp8 tile becomes the dtype of q here."""
     scores_MC = tl.dot(q_MD, tl.trans(k_CD.to(q_MD.dtype)), input_precision="ieee")
+    if q_tail_MR is not None and k_tail_CR is not None:
+        scores_MC = tl.dot(q_tail_MR, tl.trans(k_tail_CR.to(q_MD.dtype)), scores_MC, input_precision="ieee")
     if SOFT_CAP > 0.0:
         # cap * log2(e) * tanh(x / cap), where `score_scale` has log2(e) in it: e^(2x / cap) is 2^(2 score / cap).
         power_MC = tl.exp2(scores_MC * (score_scale * (2.0 / SOFT_CAP)))
@@ -130,6 +157,7 @@ def with_sinks(
 @jit
 def attend(
     q_MD: tl.tensor,
+    q_tail_MR: tl.tensor | None,
     sums_MD: tl.tensor,
     mass_M: tl.tensor,
     top_M: tl.tensor,
@@ -147,6 +175,8 @@ def attend(
     KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -156,27 +186,37 @@ def attend(
     `score_scale` is positive and has log2(e) in it; `table_ptr` is at the sequence's table, the cache pointers at the
     head. With MASKED a row sees only tokens < its limit, with a WINDOW the last of these, and nothing is read at or
     behind `length`, nor before `begin` with a WINDOW; without MASKED all tiles must be full and visible to all rows.
-    Without a WINDOW every row must see a token of the first tile it is ever given.
+    Without a WINDOW every row must see a token of the first tile it is ever given. With a TAIL `value_ptr` is not read.
     """
-    dims_D = tl.arange(0, DIM_PADDED)
     for tile in range(first_tile, end_tile):
         tokens_C = tile * TILE + tl.arange(0, TILE)
         rows_C = _tile_rows(
-            table_ptr, tokens_C, tile * TILE, begin, length, block_stride, TILE, KV_BLOCK, DIM, MASKED, WINDOW
+            table_ptr, tokens_C, tile * TILE, begin, length, block_stride, TILE, KV_BLOCK, DIM + TAIL, MASKED, WINDOW
         )
-        at_CD = rows_C[:, None] + dims_D[None, :]
+        held_C = tokens_C
         if MASKED:
-            held_CD = _are_held(tokens_C, begin, length, WINDOW)[:, None] & (dims_D < DIM)[None, :]
-            k_CD = tl.load(key_ptr + at_CD, mask=held_CD, other=0.0)
-            v_CD = tl.load(value_ptr + at_CD, mask=held_CD, other=0.0)
-        elif DIM_PADDED != DIM:
-            k_CD = tl.load(key_ptr + at_CD, mask=(dims_D < DIM)[None, :], other=0.0)
-            v_CD = tl.load(value_ptr + at_CD, mask=(dims_D < DIM)[None, :], other=0.0)
+            held_C = _are_held(tokens_C, begin, length, WINDOW)
+        k_CD = load_rows(key_ptr, rows_C, held_C, DIM, DIM_PADDED, MASKED)
+        v_CD, k_tail_CR = k_CD, None
+        if TAIL:
+            k_tail_CR = load_rows(key_ptr + DIM, rows_C, held_C, TAIL, TAIL_PADDED, MASKED)
         else:
-            k_CD = tl.load(key_ptr + at_CD)
-            v_CD = tl.load(value_ptr + at_CD)
+            v_CD = load_rows(value_ptr, rows_C, held_C, DIM, DIM_PADDED, MASKED)
         sums_MD, mass_M, top_M = _add_tile(
-            q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, limit_M, tokens_C, score_scale, MASKED, WINDOW, SOFT_CAP
+            q_MD,
+            q_tail_MR,
+            k_CD,
+            k_tail_CR,
+            v_CD,
+            sums_MD,
+            mass_M,
+            top_M,
+            limit_M,
+            tokens_C,
+            score_scale,
+            MASKED,
+            WINDOW,
+            SOFT_CAP,
         )
     return sums_MD, mass_M, top_M
 
@@ -210,7 +250,7 @@ def attend_boxes(
         k_CD = key_boxes.load([row, 0])
         v_CD = value_boxes.load([row, 0])
         sums_MD, mass_M, top_M = _add_tile(
-            q_MD, k_CD, v_CD, sums_MD, mass_M, top_M, top_M, token, score_scale, False, 0, SOFT_CAP
+            q_MD, None, k_CD, None, v_CD, sums_MD, mass_M, top_M, top_M, token, score_scale, False, 0, SOFT_CAP
         )
     return sums_MD, mass_M, top_M
 

@@ -6,13 +6,14 @@ program reads the same number of bytes whatever the lengths are, and the grid de
 batch: a CUDA graph can be replayed with other ones. A program computes from the lengths where its run begins. An item
 that lies in one run is written at once. The others are left in pieces, which a second kernel joins.
 
-With a window an item has the tiles from the one on that holds the first token which the query sees.
+With a window an item has the tiles from the one on that holds the first token which the query sees. In latent attention
+the items of a sequence are not KV heads but tiles of its query heads (`heads`), which all read the only KV head.
 
 A program has at most two pieces: of the item that began before its run (piece 0), and of the one that begins in it and
 goes on behind it (piece 1). They hold unnormalised fp32 sums, the sum of weights and the largest score.
 
-Shapes: S sequences, G query heads of a KV head, M those padded to the 16 rows that a tensor core takes, C tokens of a
-tile, D head dim, P programs.
+Shapes: S sequences, G query heads of an item, M those padded to the 16 rows that a tensor core takes, C tokens of a
+tile, D dim of the values, R further dim of the keys in latent attention, P programs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from disagg.kernels.ops import AttentionForm
 from disagg.kernels.settings.triton_shapes import DecodeChange
-from disagg.kernels.triton.attend import LOG2_E, attend, first_seen, nothing_yet, with_sinks, write_rows
+from disagg.kernels.triton.attend import LOG2_E, attend, first_seen, load_rows, nothing_yet, with_sinks, write_rows
+from disagg.kernels.triton.heads import MUCH_SHARED_BYTES, HeadTiles, head_tiles
 from disagg.kernels.triton.jit import jit
 
 AS_BUILT_IN = DecodeChange()
@@ -122,13 +124,16 @@ def _decode_kernel(
     KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ) -> None:
     position, end, sequence, head, item = _run(lens_ptr, num_sequences, HEADS, TILE, WINDOW, SEQUENCES_PADDED)
     rows_M = tl.arange(0, ROWS)
     dims_D = tl.arange(0, DIM_PADDED)
-    held_MD = (rows_M < GROUP)[:, None] & (dims_D < DIM)[None, :]
+    held_M = rows_M < GROUP
+    held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     while position < end:
         length = tl.load(lens_ptr + sequence)
         num_tiles = _num_tiles(length, TILE, WINDOW)
@@ -136,25 +141,30 @@ def _decode_kernel(
         last = tl.minimum(end - item, num_tiles)
         if first < last:
             heads_M = head * GROUP + rows_M
-            at_MD = heads_M[:, None] * DIM + dims_D[None, :]
-            q_MD = tl.load(q_ptr + sequence.to(tl.int64) * q_stride + at_MD, mask=held_MD, other=0.0)
+            q_at = q_ptr + sequence.to(tl.int64) * q_stride
+            q_MD = load_rows(q_at, heads_M * (DIM + TAIL), held_M, DIM, DIM_PADDED, True)
+            q_tail_MR, at_head = None, head * KV_BLOCK * DIM
+            if TAIL:
+                q_tail_MR = load_rows(q_at + DIM, heads_M * (DIM + TAIL), held_M, TAIL, TAIL_PADDED, True)
+                at_head *= 0
             limit_M = tl.zeros([ROWS], tl.int32) + length
             table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-            at_head = head * KV_BLOCK * DIM
             begin = first_seen(length - 1, WINDOW)
             cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
             tiles = (first, last)
             if WINDOW:
                 tiles = (first + begin // TILE, last + begin // TILE)
             state = nothing_yet(ROWS, DIM_PADDED, WINDOW)
+            queries = (q_MD, q_tail_MR)
             state = attend(
-                q_MD, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True, WINDOW, SOFT_CAP
-            )
+                *queries, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, TAIL, TAIL_PADDED, True,
+                WINDOW, SOFT_CAP,
+            )  # fmt: skip
             if (first == 0) & (last == num_tiles):
-                at_MD += sequence * HEADS * GROUP * DIM
+                at_MD = (sequence * HEADS * GROUP + heads_M)[:, None] * DIM + dims_D[None, :]
                 sums_MD, mass_M = state[0], state[1]
                 if sinks_ptr is not None:
-                    sums_MD, mass_M = with_sinks(*state, sinks_ptr, heads_M, rows_M < GROUP)
+                    sums_MD, mass_M = with_sinks(*state, sinks_ptr, heads_M, held_M)
                 write_rows(out_ptr, at_MD, held_MD, sums_MD, mass_M, value_scale)
             else:
                 piece = tl.program_id(0) * 2 + (first == 0).to(tl.int32)
@@ -242,9 +252,11 @@ class DecodeShape:
     tiles."""
 
 
-def _pieces_at_once(num_items: int, num_programs: int) -> int:
-    """Pieces of an item that the joining kernel loads at a time: all of them, if the items are equally long."""
-    return int(triton.next_power_of_2(min(64, num_programs // num_items + 2)))
+def _pieces_at_once(num_items: int, num_programs: int, dim_padded: int) -> int:
+    """Pieces of an item that the joining kernel loads at a time: all of them, if the items are equally long and the
+    registers suffice."""
+    most = 64 if dim_padded <= 256 else 16
+    return int(triton.next_power_of_2(min(most, num_programs // num_items + 2)))
 
 
 def decode_shape(
@@ -262,6 +274,20 @@ def decode_shape(
         num_warps=change.warps or 4,
         num_stages=change.stages or 7,
     )
+
+
+def latent_decode_shape(
+    heads: HeadTiles, q_dtype: torch.dtype, num_multiprocessors: int, shared_bytes: int
+) -> DecodeShape:
+    """Launch eight warps, among whose registers the sums are divided. Of 16 heads, which wait for memory, two programs
+    fit on a multiprocessor of an H100; of 64, which wait for products, one with tiles of 64 tokens."""
+    has_most = shared_bytes >= MUCH_SHARED_BYTES
+    if q_dtype == torch.float32:
+        return DecodeShape(tile=16, num_programs=num_multiprocessors, num_warps=8, num_stages=3)
+    if heads.rows < 64:
+        per_processor = 2 if heads.rows == 16 and has_most else 1
+        return DecodeShape(tile=32, num_programs=per_processor * num_multiprocessors, num_warps=8, num_stages=5)
+    return DecodeShape(tile=64 if has_most else 32, num_programs=num_multiprocessors, num_warps=8, num_stages=3)
 
 
 def _pieces(num_rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -282,19 +308,20 @@ def decode_attention(
     form: AttentionForm,
     out_SND: Tensor | None = None,
 ) -> Tensor:
-    """Compute [S, N, D] from arguments that `attention` has checked; `score_scale` is the form's, with log2(e) and what
-    the keys are stored with in it."""
+    """Compute [S, N, dim of the values] from arguments that `attention` has checked; `score_scale` is the form's, with
+    log2(e) and what the keys are stored with in it."""
     (S, N, D), (_, K, block_size, _) = q_SND.shape, key_cache_NKBD.shape
-    group = N // K
-    out_SND = torch.empty((S, N, D), dtype=q_SND.dtype, device=q_SND.device) if out_SND is None else out_SND
-    sums, stats = _pieces(shape.num_programs * 2 * group, D, q_SND.device)
+    heads = head_tiles(N, K, D, value_cache_NKBD.shape[3], q_SND.dtype)
+    if out_SND is None:
+        out_SND = torch.empty((S, N, heads.dim), dtype=q_SND.dtype, device=q_SND.device)
+    sums, stats = _pieces(shape.num_programs * 2 * heads.group, heads.dim, q_SND.device)
     common = {
         "SEQUENCES_PADDED": triton.next_power_of_2(S),
-        "HEADS": K,
-        "GROUP": group,
+        "HEADS": heads.count,
+        "GROUP": heads.group,
         "TILE": shape.tile,
-        "DIM": D,
-        "DIM_PADDED": triton.next_power_of_2(D),
+        "DIM": heads.dim,
+        "DIM_PADDED": heads.dim_padded,
         "WINDOW": form.window or 0,
     }
     _decode_kernel[(shape.num_programs,)](
@@ -313,16 +340,18 @@ def decode_attention(
         block_tables_SM.stride(0),
         score_scale,
         value_scale,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=heads.rows,
         KV_BLOCK=block_size,
+        TAIL=heads.tail,
+        TAIL_PADDED=heads.tail_padded,
         SOFT_CAP=form.soft_cap or 0.0,
         **common,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
     # Of the padded number, so that there is no variant which only a number between two powers of two needs.
-    pieces = _pieces_at_once(triton.next_power_of_2(S) * K, shape.num_programs)
-    _join_kernel[(S * K, group)](
+    pieces = _pieces_at_once(triton.next_power_of_2(S) * heads.count, shape.num_programs, heads.dim_padded)
+    _join_kernel[(S * heads.count, heads.group)](
         context_lens_S,
         form.sinks_N,
         out_SND,
@@ -333,6 +362,6 @@ def decode_attention(
         PROGRAMS=shape.num_programs,
         PIECES=pieces,
         **common,
-        num_warps=1 if pieces <= 16 else 4,
+        num_warps=1 if pieces <= 16 and heads.dim_padded <= 256 else 4,
     )
     return out_SND

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.kernels import reference
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.ops import (
     AttentionForm,
@@ -30,7 +29,19 @@ from disagg.kernels.ops import (
     RopeWrite,
 )
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
-from disagg.kernels.triton import argmax, attention, copy, embed, experts, norm, pointwise, rope_write, sampling, silu
+from disagg.kernels.triton import (
+    argmax,
+    attention,
+    copy,
+    embed,
+    experts,
+    latent_write,
+    norm,
+    pointwise,
+    rope_write,
+    sampling,
+    silu,
+)
 from disagg.kernels.triton.jit import INTERPRETED
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -131,9 +142,13 @@ class TritonOps(Ops):
         return sampling.sample(logits_RV, vocab_size, filters)
 
     @override
-    def linear_by_head(self, x_TNI: Tensor, weight_NOI: ExpertWeight) -> Tensor:
-        """By torch, whose products of batches are cuBLAS'."""
-        return reference.linear_by_head(x_TNI, weight_NOI)
+    def linear_by_head(self, x_TNI: Tensor, weight_NOI: ExpertWeight) -> Tensor | None:
+        """By torch, whose products of batches are cuBLAS'; they write rows of any stride."""
+        if not isinstance(weight_NOI, Tensor):
+            return None
+        out_TNO = x_TNI.new_empty((*x_TNI.shape[:2], weight_NOI.shape[1]))
+        torch.bmm(x_TNI.transpose(0, 1), weight_NOI.transpose(1, 2), out=out_TNO.transpose(0, 1))
+        return out_TNO
 
     @override
     def latent_rope_write(
@@ -146,7 +161,22 @@ class TritonOps(Ops):
         slot_mapping_T: Tensor,
         layer: LatentWrite,
     ) -> Tensor | None:
-        """Takes nothing: there is no Triton kernel for it."""
+        """Takes rows and heads of any stride. The cache has their dtype, or is fp8 (e4m3)."""
+        rows, heads, tables = (latent_TL, k_TR), (absorbed_TNL, q_TNR), (layer.cos_PR, layer.sin_PR)
+        vectors, R = (positions_T, slot_mapping_T), k_TR.shape[1]
+        fits = (
+            _are_rows(*rows)
+            and all(each.dim() == 3 and each.stride(2) == 1 for each in heads)
+            and _are_vectors(*vectors)
+            and all(table.is_contiguous() and table.shape[1] == R for table in tables)
+            and layer.cache_N1BD.shape[1] == 1
+            and layer.cache_N1BD.shape[3] == latent_TL.shape[1] + R
+            and R % 2 == 0
+            and _is_cache(layer.cache_N1BD, latent_TL.dtype)
+        )
+        if fits and _runs(*rows, *heads, *tables, *vectors, layer.cache_N1BD) and _are_floats(*rows, *heads, *tables):
+            args = (latent_TL, k_TR, absorbed_TNL, q_TNR, positions_T, slot_mapping_T, layer)
+            return latent_write.latent_rope_write(*args)
         return None
 
     @override

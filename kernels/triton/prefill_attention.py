@@ -2,16 +2,17 @@
 
 The query tokens of a chunk are the last ones of its context: those before them (a cached prefix, earlier chunks) are
 seen by all of them, but for their windows. A program has an item of the step's list (`prefill_work`): a tile of rows,
-which are tokens x the query heads of one KV head, so that K and V are read once for the whole group. Tiles of the
-context that all rows see need no mask and come first, behind those in which windows begin; those at the diagonal
-follow. An item that is cut leaves unnormalised fp32 sums, the sum of weights and the largest score of each piece, which
-a second kernel joins.
+which are tokens x the query heads of one KV head, so that K and V are read once for the whole group; in latent
+attention x a part of the query heads (`heads`). Tiles of the context that all rows see need no mask and come first,
+behind those in which windows begin; those at the diagonal follow. An item that is cut leaves unnormalised fp32 sums,
+the sum of weights and the largest score of each piece, which a second kernel joins.
 
 Where a block of the cache holds whole tiles, the tiles without a mask are fetched by the copy engine (TMA), as boxes.
 That leaves registers for a tile of 128 rows on four warps, so that two programs fit on a multiprocessor: one has its
 softmax computed while the other has its GEMMs.
 
-Shapes: T tokens of the batch, W items, J items that are cut, M rows of a tile, D head dim.
+Shapes: T tokens of the batch, W items, J items that are cut, M rows of a tile, D dim of the values, R further dim of
+the keys in latent attention.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from disagg.kernels.ops import AttentionForm
 from disagg.kernels.prefill_work import ITEM_FIELDS, JOIN_FIELDS, PrefillWork
 from disagg.kernels.settings.triton_shapes import PrefillChange
-from disagg.kernels.triton.attend import attend, attend_boxes, first_seen, nothing_yet, with_sinks, write_rows
+from disagg.kernels.triton.attend import (
+    attend,
+    attend_boxes,
+    first_seen,
+    load_rows,
+    nothing_yet,
+    with_sinks,
+    write_rows,
+)
+from disagg.kernels.triton.heads import MUCH_SHARED_BYTES, HeadTiles, head_tiles
 from disagg.kernels.triton.jit import jit
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -63,6 +73,8 @@ def _prefill_kernel(
     KV_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ) -> None:
@@ -76,10 +88,14 @@ def _prefill_kernel(
     dims_D = tl.arange(0, DIM_PADDED)
     tokens_M = rows_M // GROUP
     heads_M = head * GROUP + rows_M % GROUP
-    held_MD = (tokens_M < num_tokens)[:, None] & (dims_D < DIM)[None, :]
-    at_M = (row + tokens_M).to(tl.int64) * q_stride + heads_M * DIM
-    q_MD = tl.load(q_ptr + at_M[:, None] + dims_D[None, :], mask=held_MD, other=0.0)
-    at_head = head * KV_BLOCK * DIM
+    held_M = tokens_M < num_tokens
+    at_M = (row + tokens_M).to(tl.int64) * q_stride + heads_M * (DIM + TAIL)
+    q_MD = load_rows(q_ptr, at_M, held_M, DIM, DIM_PADDED, True)
+    q_tail_MR, at_head = None, head * KV_BLOCK * DIM
+    if TAIL:
+        q_tail_MR = load_rows(q_ptr + DIM, at_M, held_M, TAIL, TAIL_PADDED, True)
+        at_head *= 0
+    queries = (q_MD, q_tail_MR)
     num_full_tiles = tl.maximum(tl.minimum((position + 1) // TILE, end_tile), first_tile)
 
     state = nothing_yet(ROWS, DIM_PADDED, WINDOW)
@@ -92,7 +108,10 @@ def _prefill_kernel(
         begin = first_seen(position, WINDOW)
         cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
         tiles = (first_tile, cut_tile)
-        state = attend(q_MD, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True, WINDOW, SOFT_CAP)
+        state = attend(
+            *queries, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, TAIL, TAIL_PADDED, True,
+            WINDOW, SOFT_CAP,
+        )  # fmt: skip
         first_tile = cut_tile
     if BOXES:
         boxes = (table_ptr, key_boxes, value_boxes, head, rows_per_block)
@@ -103,8 +122,9 @@ def _prefill_kernel(
         whole = (length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
         tiles = (first_tile, num_full_tiles)
         state = attend(
-            q_MD, *state, limit_M, *tiles, 0, *whole, TILE, KV_BLOCK, DIM, DIM_PADDED, False, WINDOW, SOFT_CAP
-        )
+            *queries, *state, limit_M, *tiles, 0, *whole, TILE, KV_BLOCK, DIM, DIM_PADDED, TAIL, TAIL_PADDED, False,
+            WINDOW, SOFT_CAP,
+        )  # fmt: skip
 
     # The item is read again, as volatile, or what is needed from here on would take registers of the loop above.
     row, num_tokens = tl.load(item_ptr, volatile=True), tl.load(item_ptr + 1, volatile=True)
@@ -117,7 +137,10 @@ def _prefill_kernel(
     begin = first_seen(position, WINDOW)
     cache = (begin, length, table_ptr, key_ptr + at_head, value_ptr + at_head, block_stride, score_scale)
     tiles = (num_full_tiles, end_tile)
-    state = attend(q_MD, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, True, WINDOW, SOFT_CAP)
+    state = attend(
+        *queries, *state, limit_M, *tiles, *cache, TILE, KV_BLOCK, DIM, DIM_PADDED, TAIL, TAIL_PADDED, True, WINDOW,
+        SOFT_CAP,
+    )  # fmt: skip
     held_M = tokens_M < num_tokens
     held_MD = held_M[:, None] & (dims_D < DIM)[None, :]
     if piece < 0:
@@ -230,6 +253,18 @@ def prefill_shape(
     )
 
 
+def latent_prefill_shape(heads: HeadTiles, q_dtype: torch.dtype, max_query_len: int, shared_bytes: int) -> PrefillShape:
+    """Launch 64 rows, or fewer where the longest chunk is shorter or the products are fp32, on eight warps, among whose
+    registers the sums are divided."""
+    if q_dtype == torch.float32:
+        return PrefillShape(rows=heads.rows, tile=16, num_warps=8, num_stages=3, boxes=False)
+    rows = max(heads.rows, min(64, triton.next_power_of_2(max_query_len * heads.group)))
+    if rows < 64:
+        return PrefillShape(rows=rows, tile=32, num_warps=8, num_stages=5, boxes=False)
+    tile = 64 if shared_bytes >= MUCH_SHARED_BYTES else 32
+    return PrefillShape(rows=rows, tile=tile, num_warps=8, num_stages=3, boxes=False)
+
+
 def _boxes(cache_NKBD: Tensor, tile: int) -> TensorDescriptor:
     """The cache as rows of D, from the view's first to its last, of which `tile` are fetched at a time."""
     num_blocks, K, block_size, D = cache_NKBD.shape
@@ -255,18 +290,20 @@ def prefill_attention(
     form's, with log2(e) and what the keys are stored with in it. Items and joins are those of `work`, which was made
     for this shape and the form's window, `tables` what they point into."""
     (_, N, D), (_, K, block_size, _) = q_TND.shape, key_cache_NKBD.shape
+    heads = head_tiles(N, K, D, value_cache_NKBD.shape[3], q_TND.dtype)
     num_pieces = work.num_pieces
     sums = stats = out_TND.new_empty(0, dtype=torch.float32)
     if num_pieces:
-        sums = out_TND.new_empty((num_pieces * K * shape.rows, D), dtype=torch.float32)
-        stats = out_TND.new_empty((num_pieces * K * shape.rows, 2), dtype=torch.float32)
+        num_rows = num_pieces * heads.count * shape.rows
+        sums = out_TND.new_empty((num_rows, heads.dim), dtype=torch.float32)
+        stats = out_TND.new_empty((num_rows, 2), dtype=torch.float32)
     common = {
-        "HEADS": K,
-        "GROUP": N // K,
-        "DIM": D,
-        "DIM_PADDED": triton.next_power_of_2(D),
+        "HEADS": heads.count,
+        "GROUP": heads.group,
+        "DIM": heads.dim,
+        "DIM_PADDED": heads.dim_padded,
     }
-    _prefill_kernel[(work.num_items, K)](
+    _prefill_kernel[(work.num_items, heads.count)](
         q_TND,
         key_cache_NKBD,
         value_cache_NKBD,
@@ -287,6 +324,8 @@ def prefill_attention(
         ROWS=shape.rows,
         TILE=shape.tile,
         KV_BLOCK=block_size,
+        TAIL=heads.tail,
+        TAIL_PADDED=heads.tail_padded,
         WINDOW=form.window or 0,
         SOFT_CAP=form.soft_cap or 0.0,
         **common,
@@ -294,7 +333,7 @@ def prefill_attention(
         num_stages=shape.num_stages,
     )
     if num_pieces:
-        grid = (work.num_joins, K, triton.cdiv(shape.rows, _JOINED_ROWS))
+        grid = (work.num_joins, heads.count, triton.cdiv(shape.rows, _JOINED_ROWS))
         _join_prefill_kernel[grid](
             joins,
             form.sinks_N,

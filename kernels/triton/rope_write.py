@@ -111,13 +111,28 @@ def _norm_and_turn(
                 rest_ptr = norm_ptr + 2 * HALF + rest_columns[None, :]
                 rest = _weighted(rest, factor, rest_ptr, (rest_columns < REST)[None, :], dtype, PLUS_ONE)
     if TURN:
-        start = tl.load(position_ptr).to(tl.int64) * (2 * HALF)
-        cos = tl.load(cos_ptr + start + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + start + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        turned_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
-        turned_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
-        low, high = turned_low.to(dtype).to(tl.float32), turned_high.to(dtype).to(tl.float32)
+        low, high = turned(low, high, position_ptr, cos_ptr, sin_ptr, columns, HALF)
     return low, high, rest
+
+
+@jit
+def turned(
+    low: tl.tensor,
+    high: tl.tensor,
+    position_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    columns: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rotate the halves of heads by the row of the tables at a position, each step rounded to the tables' dtype."""
+    dtype: tl.constexpr = cos_ptr.dtype.element_ty
+    start = tl.load(position_ptr).to(tl.int64) * (2 * HALF)
+    cos = tl.load(cos_ptr + start + columns, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + start + columns, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
+    turned_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    turned_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+    return turned_low.to(dtype).to(tl.float32), turned_high.to(dtype).to(tl.float32)
 
 
 @jit
@@ -136,14 +151,15 @@ def _store_heads(
     FP8: tl.constexpr,
 ) -> None:
     """`ptr` points to the beginning of each head."""
-    _store(ptr + columns[None, :], low, mask, scale, FP8)
-    _store(ptr + HALF + columns[None, :], high, mask, scale, FP8)
+    store(ptr + columns[None, :], low, mask, scale, FP8)
+    store(ptr + HALF + columns[None, :], high, mask, scale, FP8)
     if REST:
-        _store(ptr + 2 * HALF + rest_columns[None, :], rest, rest_mask, scale, FP8)
+        store(ptr + 2 * HALF + rest_columns[None, :], rest, rest_mask, scale, FP8)
 
 
 @jit
-def _store(ptr: tl.tensor, x: tl.tensor, mask: tl.tensor, scale: tl.tensor, FP8: tl.constexpr) -> None:
+def store(ptr: tl.tensor, x: tl.tensor, mask: tl.tensor, scale: tl.tensor, FP8: tl.constexpr) -> None:
+    """Store values in the dtype of `ptr`; in fp8 over a scale, and clamped."""
     if FP8:
         x = tl.clamp(tl.div_rn(x, scale + tl.zeros_like(x)), -_LIMIT, _LIMIT)
     tl.store(ptr, x.to(ptr.dtype.element_ty), mask=mask)

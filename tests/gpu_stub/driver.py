@@ -24,6 +24,8 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from disagg.kernels.triton import attention, ops
 
 NUM_MULTIPROCESSORS = 132
+SHARED_BYTES = 232448
+"""Shared memory that a program can have, as in `cuda_stub.c`."""
 
 
 class StubDriver(CudaDriver):  # type: ignore[misc]  # untyped
@@ -83,4 +85,5 @@ def install(library: Path) -> Launches:
     triton.runtime.driver.set_active(StubDriver())
     ops._takes = lambda _: True  # type: ignore[assignment]  # tensors in host memory
     attention._num_multiprocessors = lambda _: NUM_MULTIPROCESSORS  # type: ignore[assignment]
+    attention._shared_bytes = lambda _: SHARED_BYTES  # type: ignore[assignment]
     return launches

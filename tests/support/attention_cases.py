@@ -10,8 +10,9 @@ import torch
 import triton
 
 from disagg.kernels.settings.triton_shapes import DecodeChange, PrefillChange
-from disagg.kernels.triton.decode_attention import decode_shape
-from disagg.kernels.triton.prefill_attention import prefill_shape
+from disagg.kernels.triton.decode_attention import DecodeShape, decode_shape
+from disagg.kernels.triton.heads import head_tiles
+from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_shape
 from tests.support.triton_compile import Case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
@@ -28,7 +29,8 @@ def _constants(
 ) -> dict[str, int | float | bool | str | None]:
     padded = triton.next_power_of_2(dim)
     sizes = {"HEADS": 8, "GROUP": group, "ROWS": rows, "TILE": tile, "KV_BLOCK": block_size}
-    return sizes | {"DIM": dim, "DIM_PADDED": padded, "WINDOW": 0, "SOFT_CAP": 0.0, "sinks_ptr": None}
+    sizes |= {"DIM": dim, "DIM_PADDED": padded, "TAIL": 0, "TAIL_PADDED": 0}
+    return sizes | {"WINDOW": 0, "SOFT_CAP": 0.0, "sinks_ptr": None}
 
 
 def decode_case(
@@ -54,6 +56,15 @@ def formed(case: Case, *, window: int = 0, soft_cap: float = 0.0, sinks: bool = 
     changes: dict[str, int | float] = {"WINDOW": window, "SOFT_CAP": soft_cap}
     constants |= {name: value for name, value in changes.items() if name in constants}
     return replace(case, constants=constants, types=case.types | ({"sinks_ptr": "*fp32"} if sinks else {}))
+
+
+def latent(case: Case, num_heads: int, shape: DecodeShape | PrefillShape, rows: int) -> Case:
+    """The kernel for latent attention of 512 and 64 numbers, launched in another shape."""
+    heads = head_tiles(num_heads, 1, 576, 512, DTYPES[case.types["q_ptr"].removeprefix("*")])
+    sizes = {"HEADS": heads.count, "GROUP": heads.group, "ROWS": rows, "TILE": shape.tile, "DIM": heads.dim}
+    sizes |= {"DIM_PADDED": heads.dim_padded, "TAIL": heads.tail, "TAIL_PADDED": heads.tail_padded}
+    constants = case.constants | {name: size for name, size in sizes.items() if name in case.constants}
+    return replace(case, constants=constants, num_warps=shape.num_warps, num_stages=shape.num_stages)
 
 
 def join_case() -> Case:

@@ -28,7 +28,8 @@ def prompts(*chunks: tuple[Tensor, int, int], first_row: int = 0) -> Prefills:
 
 
 class PagedCase:
-    """Contexts of random K and V in layer 1 of a two-layer cache, and random queries."""
+    """Contexts of random K and V in layer 1 of a two-layer cache, and random queries. With `value_dim` the values are
+    the first numbers of the keys, as in latent attention."""
 
     def __init__(
         self,
@@ -39,13 +40,15 @@ class PagedCase:
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
+        value_dim: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._random = torch.Generator(device).manual_seed(1)
         self.device, self.dtype, self.dim, self.form = device, dtype, dim, AttentionForm(dim**-0.5)
         self.num_heads, K = heads
+        self.value_dim, planes = (dim, 2) if value_dim is None else (value_dim, 1)
         widths = [-(-length // block_size) for length in context_lens]
-        cache = torch.full((2, 2, sum(widths) + 1, K, block_size, dim), math.nan, dtype=dtype, device=device)
+        cache = torch.full((2, planes, sum(widths) + 1, K, block_size, dim), math.nan, dtype=dtype, device=device)
         cache = cache.permute(2, 0, 1, 3, 4, 5)  # the order in memory that `KvCache` has
         ids = (torch.randperm(sum(widths), generator=self._random, device=device) + 1).int()
         self.tables_SM = torch.zeros(len(context_lens), max(widths) + 1, dtype=torch.int32, device=device)
@@ -58,11 +61,11 @@ class PagedCase:
             first += width
             self.tables_SM[row, :width] = self.poisoned_tables_SM[row, :width] = blocks
             tokens = torch.arange(length, device=device)
-            kv = self._randn(2, length, K, dim)
-            for part in (0, 1):
+            kv = self._randn(planes, length, K, dim)
+            for part in range(planes):
                 cache[blocks.long()[tokens // block_size], 1, part, :, tokens % block_size] = kv[part]
         self.cache = cache if cache_dtype is None else cache.to(cache_dtype)
-        self.keys_NKBD, self.values_NKBD = self.cache[:, 1, 0], self.cache[:, 1, 1]
+        self.keys_NKBD, self.values_NKBD = self.cache[:, 1, 0], self.cache[:, 1, planes - 1, ..., : self.value_dim]
         self.lens_S = torch.tensor(context_lens, dtype=torch.int32, device=device)
 
     def _randn(self, *shape: int) -> Tensor:
@@ -106,6 +109,7 @@ class PagedCase:
             head_dim=self.dim,
             block_size=block_size,
             scale=self.form.scale,
+            value_dim=None if self.value_dim == self.dim else self.value_dim,
         )
         work = plan(places, spec, self.form.window)
         numbers = torch.from_numpy(work.numbers).to(self.device)

@@ -122,7 +122,7 @@ def assert_prefill(case: PagedCase, chunks: list[tuple[int, int]], plan: Planner
     prefills = case.prompts(chunks, first_row=3)
     num_rows = prefills.chunks[-1].rows.stop + 2
     q, caches = case.queries(num_rows), (case.keys_NKBD, case.values_NKBD)
-    expected, found = (torch.full((num_rows, case.num_heads, case.dim), 7.0, dtype=case.dtype) for _ in range(2))
+    expected, found = (torch.full((num_rows, case.num_heads, case.value_dim), 7.0, dtype=case.dtype) for _ in range(2))
     reference.paged_prefill_attention(q, *caches, prefills, case.form, expected)
     planned = case.planned(prefills, plan)
     assert_close(attention.paged_prefill_attention(q, *caches, planned, case.form, found), expected)
