@@ -1,20 +1,35 @@
-"""What the probe asks of each op: inputs at the shapes of Llama-3-8B, and what the reference makes of them in fp32.
+"""What the probe asks of each op: inputs at the shapes of Llama-3-8B, and of other models for what they have beside its
+parts; and what the reference makes of them in fp32.
 
-Shapes: T tokens, H hidden, F half of the MLP, N query heads, K KV heads, D head dim, V vocabulary, B tokens of a block.
+Shapes: T tokens, H hidden, F half of the MLP, N query heads, K KV heads, D head dim, L dim of latents, V vocabulary, B
+tokens of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from disagg.engine.randomness import uniform
 from disagg.kernels import reference
-from disagg.kernels.ops import AttentionForm, AttentionSpec, Filters, PlannedPrefills, PrefillChunk, Prefills, RopeWrite
+from disagg.kernels.experts import Experts, Router
+from disagg.kernels.ops import (
+    AttentionForm,
+    AttentionSpec,
+    Filters,
+    LatentWrite,
+    PlannedPrefills,
+    Pointwise,
+    PrefillChunk,
+    Prefills,
+    RopeWrite,
+)
 from disagg.kernels.prefill_work import ChunkPlace
+from disagg.kernels.routing import GatedActivation, Routing
 from disagg.kernels.triton import attention
 from disagg.kernels.triton.fp8_rows import quantize_rows
 from disagg.kernels.triton.ops import TritonOps
@@ -50,6 +65,18 @@ class Sizes:
     """(tokens, tokens before them) of the prompts of a step."""
     is_whole: bool = True
     """Whether there are 16-bit and 8-bit floats, which Triton's interpreter has not or rounds wrongly."""
+    model: str = ""
+    """Model whose attention this is, where it is not Llama-3-8B."""
+    L: int | None = None
+    """Dim of latents; None where values have a cache of their own."""
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.D if self.L is None else self.L
 
 
 TINY = Sizes(
@@ -67,6 +94,21 @@ TINY = Sizes(
     chunks=((20, 0), (5, 30)),
     is_whole=False,
 )
+
+
+def others(sizes: Sizes) -> tuple[Sizes, ...]:
+    """Sizes of models with other attention."""
+    if not sizes.is_whole:
+        return (
+            replace(sizes, model="gpt-oss", window=20, sinks=True),
+            replace(sizes, model="Gemma 2", window=20, soft_cap=2.0),
+            replace(sizes, model="DeepSeek V3", K=1, D=48, L=32),
+        )
+    return (
+        replace(sizes, model="gpt-oss", N=64, K=8, D=64, window=128, sinks=True),
+        replace(sizes, model="Gemma 2", N=16, K=8, D=256, window=4096, soft_cap=50.0),
+        replace(sizes, model="DeepSeek V3", N=128, K=1, D=576, L=512),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +138,21 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     for dtype in dtypes:
         make = _Maker(sizes, device, dtype)
         yield from (make.embed(), make.rms_norm(), make.add_rms_norm(), make.silu_mul(), make.argmax_rows())
+        yield from (make.add(), make.gelu_tanh_mul(), make.pointwise(), make.head_squares())
         for cache_dtype in (dtype, FP8) if dtype == torch.bfloat16 else (dtype,):
             yield make.qkv_rope_write(cache_dtype)
             yield make.decode(cache_dtype)
             yield make.prefill(cache_dtype)
             yield from make.copies(cache_dtype)
         yield make.draw_rows()
+        yield make.moe_ffn()
+    for model in others(sizes):
+        make = _Maker(model, device, dtypes[0])
+        yield make.decode(dtypes[0])
+        yield make.prefill(dtypes[0])
+        if model.L is not None:
+            yield make.latent_rope_write(model.D - model.L)
+            yield from make.copies(dtypes[0])
     yield digest_case(sizes, device)
     if sizes.is_whole:
         yield quantize_case(sizes, device)
@@ -144,6 +195,7 @@ class _Maker:
         may_differ: float = 0.0,
     ) -> Case:
         label = NAMES[self._dtype] + (", fp8 KV" if kv == FP8 else "")
+        label += f", {self._sizes.model}" if self._sizes.model else ""
         usual = TOLERANCES[FP8 if kv == FP8 else self._dtype]
         return Case(
             op=op,
@@ -207,6 +259,69 @@ class _Maker:
             lambda: out(reference.silu_mul(x.float())),
         )
 
+    def gelu_tanh_mul(self) -> Case:
+        """Both halves, with the other activation."""
+        x, out = self._normal(self._sizes.T, 2 * self._sizes.F, scale=2.0), _named("product")
+        return self._case(
+            "gelu_tanh_mul",
+            list(x.shape),
+            lambda: _or_none(out, OPS.gelu_tanh_mul(x)),
+            lambda: out(reference.gelu_tanh_mul(x.float())),
+        )
+
+    def add(self) -> Case:
+        """Two matrices."""
+        (x, y), out = (self._normal(self._sizes.T, self._sizes.H) for _ in range(2)), _named("sum")
+        return self._case(
+            "add", list(x.shape), lambda: _or_none(out, OPS.add(x, y)), lambda: out(x.float() + y.float())
+        )
+
+    def pointwise(self) -> Case:
+        """All functions."""
+        x, out = self._normal(self._sizes.T, self._sizes.H, scale=30.0), _named(*get_args(Pointwise))
+
+        def run() -> Outputs | None:
+            found = [OPS.pointwise(x, function, 20.0) for function in get_args(Pointwise)]
+            return None if any(each is None for each in found) else out(*found)
+
+        return self._case(
+            "pointwise",
+            list(x.shape),
+            run,
+            lambda: out(*(reference.pointwise(x.float(), function, 20.0) for function in get_args(Pointwise))),
+        )
+
+    def head_squares(self) -> Case:
+        """Of all heads of q and k."""
+        sizes, out = self._sizes, _named("sums")
+        qkv = self._normal(sizes.T, (sizes.N + 2 * sizes.K) * sizes.D)
+        return self._case(
+            "head_squares",
+            list(qkv.shape),
+            lambda: _or_none(out, OPS.head_squares(qkv, sizes.K, sizes.D)),
+            lambda: out(reference.head_squares(qkv.float(), sizes.K, sizes.D)),
+        )
+
+    def moe_ffn(self) -> Case:
+        """A share of gpt-oss's experts, with few rows of each."""
+        sizes, out = self._sizes, _named("rows")
+        E, H, inner = (32, 2880, 720) if sizes.is_whole else (8, 40, 24)
+        x, bias_E = self._normal(sizes.rows, H), self._normal(E).float()
+        router = Router(
+            Routing(num_experts=E, top_k=4, score="softmax_of_top"), self._normal(E, H).float() / 50, bias_E
+        )
+        activation = GatedActivation(kind="clamped_swiglu")
+        weights = [self._normal(E, *shape, scale=0.02) for shape in ((2 * inner, H), (H, inner), (2 * inner,), (H,))]
+        experts = Experts(activation, weights[0], weights[1], weights[2], weights[3])
+        gate_up, down, gate_up_bias, down_bias = (weight.float() for weight in weights)
+        wide = Experts(activation, gate_up, down, gate_up_bias, down_bias)
+        return self._case(
+            "moe_ffn",
+            [sizes.rows, E, H, inner],
+            lambda: _or_none(out, OPS.moe_ffn(x, router, experts, None)),
+            lambda: out(reference.moe_ffn(x.float(), router, wide, None)),
+        )
+
     def argmax_rows(self) -> Case:
         """With padding behind the vocabulary, and rows that nothing can be chosen from."""
         V, out = self._sizes.V, _named("ids")
@@ -260,8 +375,24 @@ class _Maker:
         """NL2KBD with values."""
         sizes = self._sizes
         blocks = -(-num_tokens // sizes.B) + 2
-        shape = (blocks, layers, 2, sizes.K, sizes.B, sizes.D)
+        shape = (blocks, layers, self._planes, sizes.K, sizes.B, sizes.D)
         return torch.randn(shape, generator=self._random, device=self._device).to(dtype)
+
+    @property
+    def _planes(self) -> int:
+        return 2 if self._sizes.L is None else 1
+
+    def _keys_and_values(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Of layer 0."""
+        return cache[:, 0, 0], cache[:, 0, self._planes - 1, ..., : self._sizes.value_dim]
+
+    def _form(self) -> AttentionForm:
+        sizes = self._sizes
+        sinks_N = torch.linspace(-2.0, 3.0, sizes.N, device=self._device) if sizes.sinks else None
+        return AttentionForm(float(sizes.D**-0.5), sizes.window, sizes.soft_cap, sinks_N)
+
+    def _room(self, q: Tensor) -> Tensor:
+        return nan_filled((*q.shape[:2], self._sizes.value_dim), q.dtype, q.device)
 
     def qkv_rope_write(self, cache_dtype: torch.dtype) -> Case:
         """With norms of the heads; every seventh token is padding, and writes nothing into a cache of NaN."""
@@ -294,6 +425,31 @@ class _Maker:
 
         return self._case("qkv_rope_write", list(qkv.shape), run, expected, kv=cache_dtype)
 
+    def latent_rope_write(self, tail: int) -> Case:
+        """Every seventh token is padding, and writes nothing into a cache of NaN."""
+        sizes, device, L = self._sizes, self._device, self._sizes.value_dim
+        blocks = -(-sizes.T // sizes.B) + 2
+        slots = torch.randperm(blocks * sizes.B, generator=self._random, device=device)[: sizes.T]
+        slots[::7] = -1
+        positions = torch.randint(0, 64, (sizes.T,), generator=self._random, device=device)
+        cos, sin = (self._normal(64, tail // 2).repeat(1, 2) for _ in range(2))
+        absorbed = self._normal(sizes.N, sizes.T, L).transpose(0, 1)
+        rows = (self._normal(sizes.T, L), self._normal(sizes.T, tail), absorbed, self._normal(sizes.T, sizes.N, tail))
+        out = _named("q", "cache")
+
+        def written(ops: Any, dtype: torch.dtype) -> Outputs | None:
+            cache = nan_filled((blocks, 1, sizes.B, sizes.D), dtype, device)
+            layer = LatentWrite(cos.to(dtype), sin.to(dtype), cache)
+            found = ops.latent_rope_write(*(each.to(dtype) for each in rows), positions, slots, layer)
+            return None if found is None else out(found, cache)
+
+        def expected() -> Outputs:
+            found = written(reference, torch.float32)
+            assert found is not None, "the reference takes all tensors"
+            return found
+
+        return self._case("latent_rope_write", [sizes.T, sizes.N, L], lambda: written(OPS, self._dtype), expected)
+
     def decode(self, cache_dtype: torch.dtype) -> Case:
         """Slots behind each context hold NaN."""
         sizes, out = self._sizes, _named("out")
@@ -308,16 +464,14 @@ class _Maker:
             if context % sizes.B:
                 _spoil(cache, int(tables[row, count - 1]), context % sizes.B)
         lens = torch.tensor(sizes.contexts, dtype=torch.int32, device=self._device)
-        q, form = self._normal(len(counts), sizes.N, sizes.D), AttentionForm(float(sizes.D**-0.5))
-        keys, values = cache[:, 0, 0], cache[:, 0, 1]
+        q, form = self._normal(len(counts), sizes.N, sizes.D), self._form()
+        caches = self._keys_and_values(cache)
 
         def run() -> Outputs | None:
-            room = nan_filled(q.shape, q.dtype, q.device)
-            return _or_none(out, OPS.paged_decode_attention(q, keys, values, tables, lens, form, room))
+            return _or_none(out, OPS.paged_decode_attention(q, *caches, tables, lens, form, self._room(q)))
 
         def expected() -> Outputs:
-            wide = cache.float()
-            args = (q.float(), wide[:, 0, 0], wide[:, 0, 1], tables, lens, form)
+            args = (q.float(), *self._keys_and_values(cache.float()), tables, lens, form)
             return out(reference.paged_decode_attention(*args))
 
         return self._case("paged_decode_attention", f"contexts {sizes.contexts}", run, expected, kv=cache_dtype)
@@ -345,22 +499,21 @@ class _Maker:
             head_dim=sizes.D,
             block_size=sizes.B,
             scale=float(sizes.D**-0.5),
+            value_dim=sizes.L,
         )
-        q, keys, values = self._normal(row, sizes.N, sizes.D), cache[:, 0, 0], cache[:, 0, 1]
-        form = AttentionForm(spec.scale)
+        q, caches, form = self._normal(row, sizes.N, sizes.D), self._keys_and_values(cache), self._form()
 
         def run() -> Outputs | None:
-            work = attention.plan_prefills(places, spec)
+            work = attention.plan_prefills(places, spec, form.window)
             planned: dict[int | None, PlannedPrefills] = {
-                None: PlannedPrefills(work, torch.from_numpy(work.numbers).to(q.device), order)
+                form.window: PlannedPrefills(work, torch.from_numpy(work.numbers).to(q.device), order)
             }
-            room = nan_filled(q.shape, q.dtype, q.device)
             prefills = Prefills(tuple(chunks), planned)
-            return _or_none(out, OPS.paged_prefill_attention(q, keys, values, prefills, form, room))
+            return _or_none(out, OPS.paged_prefill_attention(q, *caches, prefills, form, self._room(q)))
 
         def expected() -> Outputs:
-            wide, room = cache.float(), torch.empty_like(q, dtype=torch.float32)
-            args = (q.float(), wide[:, 0, 0], wide[:, 0, 1], Prefills(tuple(chunks)), form, room)
+            room = self._room(q).float()
+            args = (q.float(), *self._keys_and_values(cache.float()), Prefills(tuple(chunks)), form, room)
             return out(reference.paged_prefill_attention(*args))
 
         return self._case("paged_prefill_attention", f"chunks {sizes.chunks}", run, expected, kv=cache_dtype)
@@ -371,7 +524,7 @@ class _Maker:
         blocks = list(range(17, 0, -1))
         cache = self._cache(17 * sizes.B, cache_dtype, sizes.layers)
         start, end = 5, 17 * sizes.B - 3
-        nbytes = sizes.layers * 2 * sizes.K * (end - start) * sizes.D * cache_dtype.itemsize
+        nbytes = sizes.layers * self._planes * sizes.K * (end - start) * sizes.D * cache_dtype.itemsize
         taken, placed = _named("bytes"), _named("cache")
         expected_bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         reference.gather_kv(cache, blocks, start, end, expected_bytes)

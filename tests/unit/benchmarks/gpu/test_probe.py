@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import isolation, probe
+from benchmarks.gpu import isolation, probe, probe_cases
 from benchmarks.gpu.probe import Findings, Verdict, compare, judge
 from benchmarks.gpu.probe_cases import Case, Outputs
 from benchmarks.gpu.report import RowFile, read_rows
+from disagg.kernels.settings.switches import TRITON_OPS
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -165,3 +166,10 @@ def test_a_measurement_that_ends_in_time_is_not(monkeypatch: pytest.MonkeyPatch)
         timer = watch._timer
     timer.join(60.0)
     assert not timer.is_alive()
+
+
+def test_every_op_that_can_be_switched_off_has_a_case() -> None:
+    """With a name of its own, by which a process that goes on leaves it out."""
+    found = list(probe_cases.cases(probe_cases.TINY, CPU))
+    assert {case.op for case in found} == set(TRITON_OPS) - {"quantize_rows"}
+    assert len({case.name for case in found}) == len(found)
