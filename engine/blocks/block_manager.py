@@ -165,14 +165,6 @@ class BlockManager:
             self._refs[block] -= 1
             self._free_if_unreferenced(block)
 
-    def leave(self, block: int, *, goes_first: bool) -> None:
-        """A sequence goes on without a block that left its window. `goes_first`: it is evicted before all others."""
-        assert self._refs[block] > 0, f"block {block} leaves and is not held"
-        if goes_first:
-            self.prefix.demote(block)
-        self._refs[block] -= 1
-        self._free_if_unreferenced(block)
-
     def publish(
         self,
         block: int,

@@ -93,6 +93,12 @@ class CachedBlocks:
         self._resized(tag, len(tenant.blocks) - 1, len(tenant.blocks))
         self._used(tag, tenant)
 
+    def demote(self, block: int) -> None:
+        """A block, if it is one of them, goes like a copy from now on, after those that are copies already."""
+        tag = self._tag_of.get(block)
+        if tag is not None and block not in self._copies:
+            self._copies[block] = self._tenants[tag].copies[block] = None
+
     def hold(self, block: int) -> None:
         """Its tenant uses it again."""
         tag = self._take(block)

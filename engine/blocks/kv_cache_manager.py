@@ -18,12 +18,11 @@ admitted. Its cached prefix is then the longest one that all groups can resume (
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import NamedTuple
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.resume_points import GroupBlock, ResumePoints
-from disagg.engine.blocks.window_group import WindowGroup
+from disagg.engine.blocks.window_group import WindowGroup, resumable_end
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, child_hash, max_cached_tokens
 from disagg.proto.ids import BlockHash
@@ -56,11 +55,8 @@ class KVCacheManager:
     ) -> None:
         self.blocks = blocks
         self.windows = tuple(windows)
-        self.points = ResumePoints()
-        if self.windows:
-            blocks.prefix.on_evict = partial(self.points.evicted, 0)
-        for window in self.windows:
-            window.blocks.prefix.on_evict = partial(self.points.evicted, window.number)
+        caches = [blocks.prefix, *(window.blocks.prefix for window in self.windows)]
+        self.points = ResumePoints(caches if self.windows else ())
         self.max_model_len = max_model_len
         self.decode_reserve_tokens = decode_reserve_tokens
 
@@ -123,7 +119,9 @@ class KVCacheManager:
         """More tokens of a sequence that arrives are known: of its windows others are due now, behind those that
         were."""
         for window, held in zip(self.windows, sequence.windows, strict=True):
-            window.skip(held, window.group.kept_from(sequence.num_tokens), self.points)
+            window.skip(held, window.group.kept_from(sequence.num_tokens))
+        if self.windows:
+            self._choose_points(sequence, parts_at=0)
 
     def _extend_first(self, sequence: Sequence, num_tokens: int) -> None:
         num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table)
@@ -166,7 +164,7 @@ class KVCacheManager:
         if sequence.windows:
             self._note_point(sequence, sequence.num_computed_tokens)
             for window, held in zip(self.windows, sequence.windows, strict=True):
-                window.free(held, is_copy=sequence.is_copy)
+                window.free(held)
             sequence.windows, sequence.resume_at = [], ()
         self.blocks.release(sequence.block_table, is_copy=sequence.is_copy)
         self.blocks.unreserve(sequence.reserved_blocks)
@@ -203,10 +201,7 @@ class KVCacheManager:
                     end = window.first_gap(keys, first // window.size, end)
             del matched[end:]
             return _Match(matched, num_found, firsts)
-        gaps: list[int | None] = [None]
-        while gaps:
-            gaps = [gap for window in self.windows if (gap := window.last_gap(keys, end)) is not None]
-            end = min([gap for gap in gaps if gap is not None], default=end)
+        end = resumable_end(self.windows, keys, end)
         del matched[end:]
         return _Match(
             matched, num_found, tuple(window.kept_from(end * window.size) * window.size for window in self.windows)
@@ -228,24 +223,39 @@ class KVCacheManager:
         for window, first_token in zip(self.windows, match.firsts, strict=True):
             last = 0 if sequence.swapped_tokens else end
             sequence.windows.append(window.admit(keys, first_token, last, window.most_for(num_tokens)))
-        block_size = self.blocks.block_size
-        parts_at = match.num_found * block_size if match.num_found > end else 0
-        sequence.resume_at = (max_cached_tokens(sequence.num_tokens) // block_size * block_size, parts_at)
+        size = self.blocks.block_size
+        self._choose_points(sequence, parts_at=match.num_found * size if match.num_found > end else 0)
+        if end and not sequence.swapped_tokens:
+            self._go_on(sequence, end * size)
+
+    def _choose_points(self, sequence: Sequence, *, parts_at: int) -> None:
+        """Where the sequence is to be resumable once it has passed there: at the end of its prompt, and where that
+        parts from another one. All that a sequence has when its KV has arrived is its prompt."""
+        size, num_tokens = self.blocks.block_size, sequence.num_tokens
+        if sequence.state is not SequenceState.RESERVED:
+            num_tokens = max_cached_tokens(num_tokens)
+        sequence.resume_at = (num_tokens // size * size, parts_at)
 
     def _pass(self, sequence: Sequence, start: int) -> None:
         """Tokens [start, num_computed_tokens) were computed or have arrived: publish the blocks of the windows, and let
         go of what has left them."""
         num_computed, spec = sequence.num_computed_tokens, sequence.spec
         for window, held in zip(self.windows, sequence.windows, strict=True):
-            window.publish(held, sequence.block_hashes, num_computed, spec.tenant_tag, is_copy=sequence.is_copy)
-        for point in sequence.resume_at:
+            window.publish(held, sequence.block_hashes, num_computed, spec.tenant_tag)
+        for point in sorted(set(sequence.resume_at)):
             if start < point <= num_computed:
-                self._note_point(sequence, point)
+                self._go_on(sequence, point)
         self._leave_windows(sequence)
 
     def _leave_windows(self, sequence: Sequence) -> None:
         for window, held in zip(self.windows, sequence.windows, strict=True):
-            window.leave(held, window.kept_from(sequence.num_computed_tokens), self.points)
+            window.leave(held, window.kept_from(sequence.num_computed_tokens))
+
+    def _go_on(self, sequence: Sequence, num_tokens: int) -> None:
+        """A place to resume the sequence, which goes on from there."""
+        self._note_point(sequence, num_tokens)
+        if not sequence.num_preemptions:
+            self.points.follow(sequence.block_hashes[num_tokens // HASH_BLOCK_TOKENS - 1])
 
     def _note_point(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence can be resumed behind the last whole block of `num_tokens` tokens, if it has what that needs."""
@@ -262,7 +272,7 @@ class KVCacheManager:
             if not all(map(window.blocks.prefix.is_published, blocks)):
                 return
             needed += [GroupBlock(window.number, block) for block in blocks]
-        self.points.note(sequence.block_hashes[end * block_size // HASH_BLOCK_TOKENS - 1], tuple(needed))
+        self.points.note(sequence.block_hashes[: end * block_size // HASH_BLOCK_TOKENS], tuple(needed))
 
     def _longest(self, sequence: Sequence) -> int:
         """The most tokens of which the sequence can have KV here."""

@@ -10,7 +10,8 @@ tenant's.
 
 Copies leave before all other blocks: blocks that were published by sequences whose KV came from another worker, which
 keeps it too, and that no sequence has held since whose prompt was computed here. So a decode worker that computes
-prompts itself (local prefill) keeps those, which are cached nowhere else.
+prompts itself (local prefill) keeps those, which are cached nowhere else. Blocks of a window are treated like copies
+while no resume point needs them (see `resume_points.py`).
 
 The announced hashes are prefix-closed whenever the events are drained: with a hash, all of the chain before it is
 announced. Who publishes a block holds the published blocks of the whole chain before it, because a content that is
@@ -26,7 +27,7 @@ leaves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, KeysView, Set
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -58,6 +59,11 @@ class PrefixCache:
     def published(self) -> KeysView[int]:
         """The blocks whose content is fixed by a published hash."""
         return self._hashes_of.keys()
+
+    @property
+    def copies(self) -> Set[int]:
+        """Those of them that go first once they are evictable."""
+        return self._copies
 
     @property
     def num_evictable(self) -> int:
@@ -129,9 +135,10 @@ class PrefixCache:
             self._copies.difference_update(blocks)
 
     def demote(self, block: int) -> None:
-        """A published block is to be evicted first once it is evictable, like a copy."""
-        if block in self._hashes_of:
-            self._copies.add(block)
+        """A published block goes first from now on, like a copy."""
+        assert block in self._hashes_of, f"block {block} is not published and goes first"
+        self._copies.add(block)
+        self.evictable.demote(block)
 
     def add_evictable(self, block: int) -> None:
         """The last reference of a published block is gone."""

@@ -1,6 +1,6 @@
 """The blocks of one cache group with a window: what sequences hold of it, and what they are promised. Pure.
 
-    promised ──extend──> held ──(its tokens leave the window)──> cached, and evicted first, or kept for a resume point
+    promised ──extend──> held ──(its tokens leave the window)──> cached: evicted first, unless a resume point needs it
                            └──(the sequence ends)──> cached, or free
 
 A sequence holds the blocks of its window and those that a step writes to. So it never needs more than `most` blocks
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from disagg.engine.blocks.block_manager import BlockManager
-from disagg.engine.blocks.resume_points import ResumePoints
 from disagg.engine.cache_groups import most_held, window_blocks
 from disagg.engine.request import WindowTable
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
@@ -66,12 +65,9 @@ class WindowGroup:
 
     # ------------------------------------------------------------ prefixes
 
-    def last_gap(self, keys: Seq[BlockHash], end: int) -> int | None:
-        """Of the blocks that a prefix of `end` blocks needs of this window, the last one that is not there."""
-        for index in range(end - 1, max(0, end - self.num_window_blocks) - 1, -1):
-            if self.blocks.prefix.block_of(keys[index]) is None:
-                return index
-        return None
+    def needs(self, index: int, end: int) -> bool:
+        """Whether a prefix of `end` blocks needs block `index` of this window."""
+        return end - self.num_window_blocks <= index < end
 
     def first_gap(self, keys: Seq[BlockHash], start: int, end: int) -> int:
         """The first block from `start` on, and before `end`, that is not there; else `end`."""
@@ -99,37 +95,39 @@ class WindowGroup:
         if num_missing > 0:
             table += self.blocks.allocate(num_missing, reserved=False, after=table[-1] if held.num_held else None)
 
-    def publish(self, held: WindowTable, hashes: Seq[BlockHash], num_tokens: int, tag: bytes, *, is_copy: bool) -> None:
-        """Put the blocks into the cache that the first `num_tokens` tokens fill."""
+    def publish(self, held: WindowTable, hashes: Seq[BlockHash], num_tokens: int, tag: bytes) -> None:
+        """Put the blocks into the cache that the first `num_tokens` tokens fill; whether they go first is decided by
+        the resume points alone."""
         per_block = self.size // HASH_BLOCK_TOKENS
         table = held.block_table
         for index in range(held.num_published, num_tokens // self.size):
             block_hashes = hashes[index * per_block : (index + 1) * per_block]
-            table[index] = self.blocks.publish(table[index], block_hashes, tag, is_copy=is_copy)
+            table[index] = self.blocks.publish(table[index], block_hashes, tag, is_copy=True)
             held.num_published = index + 1
 
-    def leave(self, held: WindowTable, first: int, points: ResumePoints) -> None:
-        """Give the blocks before number `first` back. They are evicted first, except those that a point needs."""
+    def leave(self, held: WindowTable, first: int) -> None:
+        """Give the blocks before number `first` back."""
         table, first = held.block_table, min(first, len(held.block_table))
-        for index in range(held.first, first):
-            self.blocks.leave(table[index], goes_first=not points.needs(self.number, table[index]))
-            table[index] = 0
-        held.first = max(held.first, first)
-        held.first_token = max(held.first_token, held.first * self.size)
-        held.num_published = max(held.num_published, held.first)
+        if first <= held.first:
+            return
+        self.blocks.release(table[held.first : first], is_copy=True)
+        table[held.first : first] = [0] * (first - held.first)
+        held.first = first
+        held.first_token = max(held.first_token, first * self.size)
+        held.num_published = max(held.num_published, first)
 
-    def skip(self, held: WindowTable, num_tokens: int, points: ResumePoints) -> None:
+    def skip(self, held: WindowTable, num_tokens: int) -> None:
         """The KV of tokens before number `num_tokens` will not arrive; the block that it lies in will not be whole."""
         first = num_tokens // self.size
-        self.leave(held, first, points)
+        self.leave(held, first)
         held.block_table += [0] * (first - len(held.block_table))
         held.first = max(held.first, first)
         held.first_token = num_tokens
         held.num_published = max(held.num_published, -(-num_tokens // self.size))
 
-    def free(self, held: WindowTable, *, is_copy: bool) -> None:
+    def free(self, held: WindowTable) -> None:
         """Release all blocks of a sequence and its promise."""
-        self.blocks.release(held.held, is_copy=is_copy)
+        self.blocks.release(held.held, is_copy=True)
         self._num_promised -= held.most
 
     # ------------------------------------------------------------ audit
@@ -145,3 +143,14 @@ class WindowGroup:
         if any(block for held in tables for block in held.block_table[: held.first]):
             problems.append(f"{name}: an entry of a block that has left is not 0")
         return problems
+
+
+def resumable_end(windows: Seq[WindowGroup], keys: Seq[BlockHash], end: int) -> int:
+    """Blocks of the longest prefix, of `end` blocks at most, that all windows can resume. Looks for each block of a
+    window once at most."""
+    at, widest = end, max([window.num_window_blocks for window in windows])
+    while at > max(0, end - widest):
+        at -= 1
+        if any(window.needs(at, end) and window.blocks.prefix.block_of(keys[at]) is None for window in windows):
+            end = at
+    return end

@@ -86,9 +86,7 @@ def _check_windows(scheduler: Scheduler) -> list[str]:
                 problems.append(f"{sequence.key} has lost a block of its window of {window.group.window} tokens")
             if held.num_held > held.most and sequence.state is not SequenceState.RESERVED:
                 problems.append(f"{sequence.key} holds {held.num_held} blocks of a window, {held.most} are promised")
-    if kv_cache.windows:
-        published = [scheduler.blocks.prefix.published, *(w.blocks.prefix.published for w in kv_cache.windows)]
-        problems += kv_cache.points.check_integrity([frozenset(blocks) for blocks in published])
+    problems += kv_cache.points.check_integrity()
     for sequence in scheduler.sequences.values():
         if sequence.block_table and len(sequence.windows) != len(kv_cache.windows):
             problems.append(f"{sequence.key} has blocks in {1 + len(sequence.windows)} cache groups")

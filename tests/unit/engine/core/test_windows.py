@@ -7,11 +7,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg.engine.commands import Add, Gather, Gathered, Hold, Reserve, Reserved, ReserveRefused, Scatter, Scattered
+from disagg.engine.commands import (
+    Add,
+    Extend,
+    Gather,
+    Gathered,
+    Hold,
+    Join,
+    Joined,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Scatter,
+    Scattered,
+)
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.proto.block_hash import chain_hashes
+from disagg.proto.ids import BlockHash
 from disagg.proto.messages import ResumeRemoved, ResumeStored
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.engine import (
@@ -42,7 +56,7 @@ def generated(prompt: Sequence[int], num_tokens: int, window: int = WINDOW) -> l
     return fake_generate(prompt, num_tokens, VOCAB_SIZE, windows=(window,))
 
 
-def hashes_of(token_ids: Sequence[int]) -> list[bytes]:
+def hashes_of(token_ids: Sequence[int]) -> list[BlockHash]:
     return list(chain_hashes(ROOT, pack_token_ids(token_ids)))
 
 
@@ -51,6 +65,18 @@ def answered(core: EngineCore, name: str, prompt: Sequence[int], num_tokens: int
     events = handle_all(core, Add(make_spec(name, prompt, max_tokens=num_tokens))) + run_until_idle(core)
     assert token_ids_of(events, name) == generated(prompt, num_tokens)
     return end_of(events, name).cached_tokens
+
+
+def joined(core: EngineCore, name: str, known: Sequence[int]) -> None:
+    """All KV that is due arrives, and then the sequence joins."""
+    cached, num_tokens = only(core).cached_tokens, len(known)
+    for number, group in enumerate(core._groups):
+        start = max(cached, group.kept_from(num_tokens))
+        data = kv_of(known, start, num_tokens)
+        handle_all(core, Scatter(key_of(name), number, start, num_tokens, data, group=number))
+    (token_id,) = generated(known, 1)
+    events = handle_all(core, Join(key_of(name), token_id))
+    assert Joined(key_of(name)) in events
 
 
 def only(core: EngineCore) -> EngineSequence:
@@ -101,6 +127,46 @@ def test_a_common_prefix_is_resumed_from_its_third_request_on() -> None:
     assert cached == [0, 0, 96]
 
 
+def test_a_prefix_that_happened_to_be_there_is_kept_for_the_next_one() -> None:
+    """The second request finds the blocks of the window behind the common part, as nobody needed them yet."""
+    core = core_of(pool=24)
+    cached = []
+    for seed in (1, 2, 3):
+        cached.append(answered(core, str(seed), [*PROMPT[:96], *make_prompt(60, seed)], 4))
+        if seed == 2:
+            answered(core, "stranger", make_prompt(290, 10), 4)
+    assert cached == [0, 96, 96]
+
+
+def test_a_point_keeps_blocks_that_had_left_a_window_before() -> None:
+    """Of the window behind the common part one block is evicted when the second request comes; it finds the others as
+    they were left by the first one, to be evicted first. The strangers pass more blocks than are free."""
+    core = core_of(pool=24)
+    cached = []
+    for seed in (1, 2, 3):
+        cached.append(answered(core, str(seed), [*PROMPT[:96], *make_prompt(60, seed)], 4))
+        if seed == 1:
+            window = core._scheduler.kv_cache.windows[0].blocks
+            while window.prefix.block_of(hashes_of(PROMPT[:96])[-1]) is not None:
+                window.release(window.allocate(window.num_free + 1, reserved=False))
+            assert window.prefix.block_of(hashes_of(PROMPT[:80])[-1]) is not None
+        if seed == 2:
+            answered(core, "stranger", make_prompt(290, 10), 4)
+    assert cached == [0, 0, 96]
+
+
+def test_a_conversation_keeps_four_points() -> None:
+    core = core_of(pool=60)
+    history: list[int] = []
+    for turn in range(5):
+        history += make_prompt(40, turn)
+        cached = answered(core, str(turn), history, 20)
+        assert cached == (len(history) - 40 - 1) // 16 * 16 if turn else cached == 0
+        history += generated(history, 20)
+    assert len(core.prefix_snapshot().resume) == 4
+    assert core.prefix_snapshot().resume[-1] == hashes_of(history)[len(history) // 16 - 1]
+
+
 def test_a_point_is_forgotten_with_the_first_of_its_blocks() -> None:
     core = core_of(pool=10)
     answered(core, "a", PROMPT[:100], 2)
@@ -148,6 +214,21 @@ class TestHandOver:
             assert handle_all(core, command) == [Scattered(key_of("a"), seq, ok=True)]
         (held,) = only(core).windows
         assert (held.first, held.num_held) == (9, 4)
+
+    @pytest.mark.parametrize(("num_tokens", "point"), [(192, 192), (200, 192), (207, 192), (208, 208)])
+    def test_d_can_be_resumed_behind_the_last_full_block(self, num_tokens: int, point: int) -> None:
+        core = core_of()
+        prompt = make_prompt(num_tokens)
+        handle_all(core, Reserve(make_spec("a", prompt, max_tokens=30)))
+        joined(core, "a", prompt)
+        assert core.prefix_snapshot().resume == (hashes_of(prompt)[point // 16 - 1],)
+
+    def test_one_that_moved_can_be_resumed_where_it_joined(self) -> None:
+        core = core_of()
+        known = [*PROMPT, *generated(PROMPT, 40)]
+        handle_all(core, Reserve(make_spec("a", PROMPT, max_tokens=100)), Extend(key_of("a"), tuple(known[200:240])))
+        joined(core, "a", known[:240])
+        assert core.prefix_snapshot().resume == (hashes_of(known[:240])[-1],)
 
     @pytest.mark.parametrize(
         ("group", "start", "end"), [(1, 143, 150), (1, 150, 201), (1, 150, 150), (2, 150, 160), (-1, 150, 160)]

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+from disagg.engine.blocks.window_group import resumable_end
 from disagg.engine.commands import Add, Command, Reserve
 from disagg.engine.fake_runner import fake_generate
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
@@ -75,8 +76,8 @@ class ReportingMachine(CoreMachine):
         """Whether each window has all blocks that a prefix of so many units of 16 tokens needs."""
         per_block = self.core._blocks.block_size // HASH_BLOCK_TOKENS
         keys = chain[per_block - 1 :: per_block]
-        windows = self.core._scheduler.kv_cache.windows
-        return all(window.last_gap(keys, num_units // per_block) is None for window in windows)
+        windows, num_blocks = self.core._scheduler.kv_cache.windows, num_units // per_block
+        return resumable_end(windows, keys, num_blocks) == num_blocks
 
 
 def start(family: int, num_prompt_tokens: int, max_tokens: int) -> Start:
