@@ -45,8 +45,8 @@ class WindowTable:
     two blocks."""
     num_published: int
     """Blocks before this one are published, have left, or are not whole."""
-    most: int
-    """Blocks that it is promised."""
+    num_promised: int
+    """Blocks that the sequence is promised."""
 
     @property
     def num_held(self) -> int:

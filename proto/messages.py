@@ -509,7 +509,8 @@ class Load(Message, frozen=True, kw_only=True):
     blocks_cached: int = 0
     """KV blocks that no sequence holds and whose content can be reused."""
     blocks_reserved: int = 0
-    """KV blocks that are reserved for sequences and not yet written."""
+    """KV blocks that are reserved for sequences and not yet written. All blocks are those of the first cache group;
+    where a larger share is promised of a window's pool, these are as many as make that share of the first group."""
     steps: int = 0
     """Engine steps since start."""
     blocks_apart: int = 0

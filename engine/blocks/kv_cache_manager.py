@@ -7,9 +7,9 @@ A sequence is admitted with blocks reserved for all its known tokens and for som
 the watermark stays free. One that is alone is admitted whenever its known tokens fit, with whatever reserve is left:
 no other sequence would ever free blocks for it.
 
-A model with windows has a pool of blocks for each of its cache groups (`window_group.py`). All of the above is about
-the first group, which keeps all tokens; of the others a sequence is promised what its window takes, or it is not
-admitted. Its cached prefix is then the longest one that all groups can resume (`resume_points.py`):
+A model with windows has a pool of blocks for each of its cache groups (`window_group.py`), and a sequence is admitted,
+and extended, in all of them or not at all. Its cached prefix is then the longest one that all groups can resume
+(`resume_points.py`):
 
     computed from p on      the first group has blocks of [0, p), the others have those of the window before p
     the rest of it arrives  from another worker, or from host memory: of a window only what its end needs
@@ -64,7 +64,7 @@ class KVCacheManager:
         """Whether `admit` would admit the sequence."""
         if self._num_to_reserve(sequence, self._match(sequence, piece_tokens).blocks, alone=alone) is None:
             return False
-        return not self.windows or self._full_window(sequence) is None
+        return not self.windows or self._short_window(sequence, alone=alone) is None
 
     def admit(self, sequence: Sequence, piece_tokens: int, *, alone: bool) -> bool:
         """Lock the cached prefix of a sequence without blocks and reserve the rest, if that fits in all groups. One
@@ -72,7 +72,7 @@ class KVCacheManager:
         not be copied back."""
         match = self._match(sequence, piece_tokens)
         num_to_reserve = self._num_to_reserve(sequence, match.blocks, alone=alone)
-        if num_to_reserve is None or (self.windows and self._full_window(sequence) is not None):
+        if num_to_reserve is None or (self.windows and self._short_window(sequence, alone=alone) is not None):
             return False
         self.blocks.lock(match.blocks)
         self.blocks.reserve(num_to_reserve)
@@ -86,24 +86,38 @@ class KVCacheManager:
 
     def lacking(self, sequence: Sequence) -> str:
         """What a sequence lacks that was not admitted."""
-        window = self._full_window(sequence)
+        window = self._short_window(sequence)
         return "" if window is None else f" of the window of {window.group.window} tokens"
 
+    @property
+    def num_reserved(self) -> int:
+        """Blocks of the first group that are not written and cannot be given to others: those that are reserved. Where
+        a larger share is promised of a window's pool, as many as make that share of the first group."""
+        blocks = self.blocks
+        num_reserved = blocks.num_reserved
+        for window in self.windows:
+            num_reserved = max(num_reserved, window.share_of(blocks.num_blocks) - blocks.num_active)
+        return num_reserved
+
     def can_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether tokens [0, num_tokens) have blocks, or the last one can get one. There is always one of a window."""
+        """Whether tokens [0, num_tokens) have blocks in all groups, or the last one can get them."""
         if len(sequence.block_table) * self.blocks.block_size >= num_tokens:
             return True
-        return sequence.reserved_blocks > 0 or self.blocks.num_available > 0
+        if not (sequence.reserved_blocks > 0 or self.blocks.num_available > 0):
+            return False
+        return not self.windows or self._windows_have_room(sequence, num_tokens)
 
     def has_room(self, sequence: Sequence, num_tokens: int, *, num_left: int = 0) -> bool:
         """Whether `extend` would find the blocks for tokens [0, num_tokens), in its reservation or so that `num_left`
         stay available."""
         num_missing = self.blocks.blocks_for(num_tokens) - len(sequence.block_table) - sequence.reserved_blocks
-        return num_missing <= max(0, self.blocks.num_available - num_left)
+        if num_missing > max(0, self.blocks.num_available - num_left):
+            return False
+        return not self.windows or self._windows_have_room(sequence, num_tokens, num_left)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks for tokens [0, num_tokens) in all groups: out of the reservation, and beyond it out of
-        what is available."""
+        """Allocate the blocks for tokens [0, num_tokens) in all groups: out of the reservation or the promise, and
+        beyond it out of what is available."""
         for window, held in zip(self.windows, sequence.windows, strict=True):
             window.extend(held, num_tokens)
         self._extend_first(sequence, num_tokens)
@@ -212,13 +226,21 @@ class KVCacheManager:
         per_block = self.blocks.block_size // HASH_BLOCK_TOKENS
         return sequence.block_hashes[per_block - 1 : num_blocks * per_block : per_block]
 
-    def _full_window(self, sequence: Sequence) -> WindowGroup | None:
-        """A window whose pool is too full for the sequence."""
-        num_tokens = self._longest(sequence)
-        return next((w for w in self.windows if not w.has_room(w.most_for(num_tokens))), None)
+    def _short_window(self, sequence: Sequence, *, alone: bool = False) -> WindowGroup | None:
+        """A window whose pool is too full to admit the sequence. One that is alone finds all of it available."""
+        num_tokens = self._num_tokens_to_reserve(sequence)
+        for window in self.windows:
+            num_left = 0 if alone else window.blocks.num_watermark_blocks
+            if window.most_for(num_tokens) > window.num_available - num_left:
+                return window
+        return None
+
+    def _windows_have_room(self, sequence: Sequence, num_tokens: int, num_left: int = 0) -> bool:
+        pairs = zip(self.windows, sequence.windows, strict=True)
+        return all(window.has_room(held, num_tokens, num_left) for window, held in pairs)
 
     def _admit_windows(self, sequence: Sequence, match: _Match) -> None:
-        end, num_tokens = len(match.blocks), self._longest(sequence)
+        end, num_tokens = len(match.blocks), self._num_tokens_to_reserve(sequence)
         keys = self._keys(sequence, end)
         for window, first_token in zip(self.windows, match.firsts, strict=True):
             last = 0 if sequence.swapped_tokens else end
@@ -254,8 +276,7 @@ class KVCacheManager:
     def _go_on(self, sequence: Sequence, num_tokens: int) -> None:
         """A place to resume the sequence, which goes on from there."""
         self._note_point(sequence, num_tokens)
-        if not sequence.num_preemptions:
-            self.points.follow(sequence.block_hashes[num_tokens // HASH_BLOCK_TOKENS - 1])
+        self.points.follow(sequence.block_hashes[num_tokens // HASH_BLOCK_TOKENS - 1])
 
     def _note_point(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence can be resumed behind the last whole block of `num_tokens` tokens, if it has what that needs."""
@@ -273,13 +294,6 @@ class KVCacheManager:
                 return
             needed += [GroupBlock(window.number, block) for block in blocks]
         self.points.note(sequence.block_hashes[: end * block_size // HASH_BLOCK_TOKENS], tuple(needed))
-
-    def _longest(self, sequence: Sequence) -> int:
-        """The most tokens of which the sequence can have KV here."""
-        if sequence.hold_after_prefill:
-            return sequence.num_tokens
-        num_remaining = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
-        return min(sequence.num_tokens + max(0, num_remaining), max(self.max_model_len, sequence.num_tokens))
 
     def _num_to_reserve(self, sequence: Sequence, matched: list[int], *, alone: bool) -> int | None:
         """Blocks to reserve beside the matched ones; None where too few are free."""

@@ -3,10 +3,12 @@
     promised ──extend──> held ──(its tokens leave the window)──> cached: evicted first, unless a resume point needs it
                            └──(the sequence ends)──> cached, or free
 
-A sequence holds the blocks of its window and those that a step writes to. So it never needs more than `most` blocks
-between two steps, however long it becomes, and the steps' own tokens take what the pool keeps apart for one step. Those
-are promised at admission: the sum of all promises never exceeds the pool, so that no sequence that was admitted lacks a
-block of it. Where several sequences share blocks, less is held than was promised.
+A sequence holds the blocks of its window and those that a step writes to. So between two steps it holds no more than
+its tokens fill, and never more than the window takes (`most_held`), however long it becomes; the steps' own tokens take
+what the pool keeps apart for one step. So many blocks are promised: at admission for the tokens that are known and for
+some output, as in the first group, and from then on for each token that is to be written. The sum of all promises never
+exceeds the pool, so that what was promised can be allocated. Where several sequences share blocks, less is held than
+was promised.
 
 Entries of a block table whose blocks have left are 0, and are never read.
 """
@@ -55,13 +57,25 @@ class WindowGroup:
         """The first block that is kept once `num_tokens` tokens are computed."""
         return max(0, num_tokens // self.size - self.num_window_blocks)
 
+    # ------------------------------------------------------------ promises
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be promised."""
+        return self._capacity - self._num_promised
+
+    def share_of(self, num_blocks: int) -> int:
+        """As large a part of `num_blocks` blocks as is promised of this pool."""
+        return num_blocks * self._num_promised // self._capacity
+
     def most_for(self, num_tokens: int) -> int:
-        """Blocks to promise a sequence that will have at most so many tokens."""
+        """Blocks that a sequence of `num_tokens` tokens may hold."""
         return min(self._most, self.blocks.blocks_for(num_tokens))
 
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks can be promised."""
-        return self._num_promised + num_blocks <= self._capacity
+    def has_room(self, held: WindowTable, num_tokens: int, num_left: int = 0) -> bool:
+        """Whether a sequence is promised enough for `num_tokens` tokens, or can be so that `num_left` blocks stay
+        available."""
+        return self.most_for(num_tokens) - held.num_promised <= max(0, self.num_available - num_left)
 
     # ------------------------------------------------------------ prefixes
 
@@ -75,7 +89,7 @@ class WindowGroup:
 
     # ------------------------------------------------------------ tables
 
-    def admit(self, keys: Seq[BlockHash], first_token: int, end: int, most: int) -> WindowTable:
+    def admit(self, keys: Seq[BlockHash], first_token: int, end: int, num_promised: int) -> WindowTable:
         """The table of a sequence that needs the KV from `first_token` on, of which it finds that of the first `end`
         blocks here: these are locked. The others are published when they are computed, or have arrived, if they are
         whole."""
@@ -84,12 +98,17 @@ class WindowGroup:
         locked = [block for block in found if block is not None]
         assert len(locked) == len(found), f"a block of the window of {self.group.window} tokens is gone"
         self.blocks.lock(locked)
-        self._num_promised += most
+        self._num_promised += num_promised
         num_published = max(first + len(locked), -(-first_token // self.size))
-        return WindowTable([0] * first + locked, first, first_token, num_published, most)
+        return WindowTable([0] * first + locked, first, first_token, num_published, num_promised)
 
     def extend(self, held: WindowTable, num_tokens: int) -> None:
-        """Allocate the blocks for tokens before `num_tokens`."""
+        """Allocate the blocks for tokens before `num_tokens`; there is room for them."""
+        num_more = self.most_for(num_tokens) - held.num_promised
+        if num_more > 0:
+            assert num_more <= self.num_available, f"{num_more} blocks to promise, {self.num_available} available"
+            self._num_promised += num_more
+            held.num_promised += num_more
         table = held.block_table
         num_missing = self.blocks.blocks_for(num_tokens) - len(table)
         if num_missing > 0:
@@ -128,7 +147,7 @@ class WindowGroup:
     def free(self, held: WindowTable) -> None:
         """Release all blocks of a sequence and its promise."""
         self.blocks.release(held.held, is_copy=True)
-        self._num_promised -= held.most
+        self._num_promised -= held.num_promised
 
     # ------------------------------------------------------------ audit
 
@@ -136,7 +155,7 @@ class WindowGroup:
         """Findings, given the table of every sequence that has one; empty when sound."""
         name = f"window of {self.group.window} tokens"
         problems = [f"{name}: {each}" for each in self.blocks.check_integrity([held.held for held in tables], 0)]
-        if self._num_promised != sum(held.most for held in tables):
+        if self._num_promised != sum(held.num_promised for held in tables):
             problems.append(f"{name}: {self._num_promised} blocks are promised, sequences have other promises")
         if self._num_promised > self._capacity:
             problems.append(f"{name}: {self._num_promised} blocks are promised of {self._capacity}")

@@ -512,7 +512,7 @@ class EngineCore:
             blocks_total=self._blocks.num_blocks,
             blocks_active=self._blocks.num_active,
             blocks_cached=self._blocks.num_cached,
-            blocks_reserved=self._blocks.num_reserved,
+            blocks_reserved=scheduler.kv_cache.num_reserved,
             steps=self._steps.num_done,
             blocks_apart=self._blocks.num_fragmented,
             blocks_copied=self._blocks.prefix.num_copies,
@@ -605,7 +605,7 @@ def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBloc
     sizes, groups = runner.window_blocks, runner.layout.groups[1:]
     windows = []
     for number, (group, size, cached) in enumerate(zip(groups, sizes, pools, strict=True), start=1):
-        blocks = BlockManager(size, runner.block_size, cached=cached, announces=False)
+        blocks = BlockManager(size, runner.block_size, config.watermark_blocks(size), cached, announces=False)
         windows.append(WindowGroup(number, group, blocks, config.token_budget))
     return windows
 

@@ -84,8 +84,12 @@ def _check_windows(scheduler: Scheduler) -> list[str]:
             first_seen = max(0, sequence.num_computed_tokens + 1 - window.group.window)
             if held.first_token > first_seen and sequence.state is not SequenceState.RESERVED:
                 problems.append(f"{sequence.key} has lost a block of its window of {window.group.window} tokens")
-            if held.num_held > held.most and sequence.state is not SequenceState.RESERVED:
-                problems.append(f"{sequence.key} holds {held.num_held} blocks of a window, {held.most} are promised")
+            if held.num_held > held.num_promised and sequence.state is not SequenceState.RESERVED:
+                promised = f"{held.num_promised} are promised"
+                problems.append(f"{sequence.key} holds {held.num_held} blocks of a window, {promised}")
+            covered = (len(sequence.block_table) + sequence.reserved_blocks) * window.size
+            if held.num_promised < window.most_for(covered):
+                problems.append(f"{sequence.key} has blocks for {covered} tokens, and a window is promised fewer")
     problems += kv_cache.points.check_integrity()
     for sequence in scheduler.sequences.values():
         if sequence.block_table and len(sequence.windows) != len(kv_cache.windows):

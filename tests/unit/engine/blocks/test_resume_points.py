@@ -112,6 +112,16 @@ def test_blocks_of_a_point_that_ended_go_first_again() -> None:
     assert window.copies == set()
 
 
+def test_blocks_that_nobody_holds_go_first_once_their_point_ends() -> None:
+    (full, window), points = points_of(2, 4)
+    for block in range(4):
+        window.add_evictable(block)
+    full.add_evictable(3)
+    full.evict()
+    assert [window.evict() for _ in range(4)] == [2, 3, 0, 1]
+    assert points.check_integrity() == []
+
+
 def test_a_point_ends_with_its_last_full_block() -> None:
     (full, window), points = points_of(2, 4)
     full.add_evictable(3)

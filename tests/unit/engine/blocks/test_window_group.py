@@ -1,10 +1,11 @@
-"""Prefixes that all windows can resume."""
+"""Prefixes that all windows can resume, and what a window promises to sequences."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Collection
 
+import pytest
 from typing_extensions import override
 
 from disagg.engine.blocks.block_manager import BlockManager
@@ -72,3 +73,33 @@ def test_each_block_is_looked_for_once() -> None:
     assert resumable_end(windows, KEYS, 200) == 0
     for prefixes in (narrow, wide):
         assert len(prefixes.looks) == len(set(prefixes.looks)) == 200
+
+
+class TestPromises:
+    """A window of 40 tokens takes five blocks of a sequence; a step takes three of the twelve."""
+
+    @pytest.mark.parametrize(("num_tokens", "most"), [(1, 1), (16, 1), (17, 2), (64, 4), (65, 5), (4000, 5)])
+    def test_no_more_than_the_tokens_fill(self, num_tokens: int, most: int) -> None:
+        assert group_of(40).most_for(num_tokens) == most
+
+    def test_they_grow_while_there_is_room(self) -> None:
+        group = group_of(40, 12)
+        short, other = (group.admit((), 0, 0, 2) for _ in range(2))
+        assert (group.num_available, group.share_of(90)) == (5, 40)
+        assert group.has_room(short, 4000, num_left=2)
+        assert not group.has_room(short, 4000, num_left=3)
+        group.extend(short, 100)
+        assert (short.num_promised, group.num_available) == (5, 2)
+        assert [group.has_room(other, num_tokens) for num_tokens in (32, 64, 65)] == [True, True, False]
+        assert group.has_room(other, 32, num_left=100)
+        group.leave(short, 3)
+        group.free(short)
+        assert group.num_available == 7
+        assert group.check_integrity([other]) == []
+
+    def test_more_than_the_pool_has_is_never_promised(self) -> None:
+        group = group_of(40, 12)
+        first, second = (group.admit((), 0, 0, 4) for _ in range(2))
+        group.extend(first, 80)
+        with pytest.raises(AssertionError, match="1 blocks to promise, 0 available"):
+            group.extend(second, 80)

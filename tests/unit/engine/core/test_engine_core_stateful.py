@@ -124,7 +124,7 @@ class CoreMachine(RuleBasedStateMachine):
         queues=st.booleans(),
         right_drafts=st.sampled_from([None, 0.7, 1.0, 0.0]),
         failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "result"]), max_size=3),
-        windows=st.sampled_from([(), (), ((16, 10),), ((5, 8), (40, 14)), ((33, 30),)]),
+        windows=st.sampled_from([(), (), ((16, 10),), ((5, 8), (40, 14)), ((33, 30),), ((90, 12), (20, 9))]),
     )
     def make(
         self,

@@ -9,6 +9,7 @@ import pytest
 
 from disagg.engine.commands import (
     Add,
+    Ended,
     Extend,
     Gather,
     Gathered,
@@ -196,6 +197,66 @@ def test_admission_names_the_window_that_is_short() -> None:
     assert refused == ReserveRefused(key_of("c"), "not enough free KV blocks of the window of 40 tokens")
     run_until_idle(core)
     assert_idle(core)
+
+
+def test_a_short_sequence_is_promised_what_it_needs() -> None:
+    """A window takes 12 blocks, and three sequences of 3 blocks begin beside each other, however long their answers may
+    become; as these grow, there is room for one only."""
+    core = core_of(pool=3 + 14, window=160)
+    prompts = {name: make_prompt(20, seed) for seed, name in enumerate("abc")}
+    events = handle_all(core, *(Add(make_spec(name, prompt, max_tokens=230)) for name, prompt in prompts.items()))
+    for _ in range(3):
+        events += core.step(0.0)
+    assert len(core._scheduler.running) == 3
+    events += run_until_idle(core)
+    assert core.totals().preemptions > 0
+    for name, prompt in prompts.items():
+        assert token_ids_of(events, name) == generated(prompt, 230, 160)
+    assert_idle(core)
+
+
+@pytest.mark.parametrize(("pool", "num_running"), [(3 + 10, 1), (3 + 14, 2), (3 + 5, 1)])
+def test_the_watermark_of_a_window_stays_free(pool: int, num_running: int) -> None:
+    """Three of 13 blocks, and four of 17; a sequence takes five. One that is alone needs it not."""
+    core = make_core(100, decode_reserve_tokens=16, token_budget=48, watermark=0.25, windows=((WINDOW, pool),))
+    handle_all(core, *(Add(make_spec(name, make_prompt(70, ord(name)), max_tokens=50)) for name in "ab"))
+    for _ in range(5):
+        core.step(0.0)
+    assert len(core._scheduler.running) == num_running
+    run_until_idle(core)
+    assert_idle(core)
+
+
+def test_one_that_moves_is_refused_what_a_window_lacks() -> None:
+    core = core_of(pool=3 + 14, window=160)
+    reserve = (
+        Reserve(make_spec("a", PROMPT[:20], max_tokens=100)),
+        Reserve(make_spec("b", PROMPT[:150], max_tokens=100)),
+    )
+    assert all(isinstance(event, Reserved) for event in handle_all(core, *reserve))
+    for num_tokens, is_refused in [(28, False), (1, True)]:
+        events = handle_all(core, Extend(key_of("a"), (1,) * num_tokens))
+        assert [isinstance(event, Ended) for event in events] == [True] * is_refused
+
+
+def test_the_load_shows_the_group_that_is_short() -> None:
+    """In blocks of the first group, of which there are 100."""
+    core = core_of(pool=3 + 10)
+    for name, reserved in [("a", 50 - 7), ("b", 100 - 14)]:
+        handle_all(core, Add(make_spec(name, make_prompt(100, ord(name)), max_tokens=50)))
+        for _ in range(4):
+            core.step(0.0)
+        load = core.load()
+        assert (load.blocks_total, load.blocks_reserved) == (100, reserved)
+    run_until_idle(core)
+    assert (core.load().blocks_active, core.load().blocks_reserved) == (0, 0)
+
+
+def test_where_the_first_group_is_short_the_load_shows_that() -> None:
+    core = make_core(12, decode_reserve_tokens=32, windows=((WINDOW, 100),))
+    handle_all(core, Add(make_spec("a", make_prompt(64), max_tokens=50)))
+    core.step(0.0)
+    assert (core.load().blocks_active, core.load().blocks_reserved) == (4, 2)
 
 
 def test_a_pool_that_holds_no_sequence_is_refused() -> None:
