@@ -2,6 +2,8 @@
 
 with fake_group(size=4, num_kv_heads=2) as group:      rank 0's runner, and real `Follower`s on threads
     group.runner.run(plan)
+with rank_group(runners, num_blocks) as group:         the same of any runners
+carry(plan, nbytes, sent, received)                    a payload from the ranks of one group to those of another
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from typing_extensions import override
@@ -24,8 +27,10 @@ from disagg.engine.parallel.follower import Follower
 from disagg.engine.parallel.followers import ConnectedFollowers
 from disagg.engine.parallel.interfaces import RankTransports, Reply, ShardRunner
 from disagg.engine.parallel.leader import GroupRunner
+from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.plan import Buffer
 from disagg.engine.rank_messages import Begin, Done, ReceivePart, TransportCommand
+from disagg.engine.sharding.kv_routes import PairPlan
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE
@@ -33,6 +38,7 @@ from tests.support.secret import SECRET, checksum
 
 WAIT_S = 60.0
 """How long a test waits for another thread before it fails."""
+R = TypeVar("R", bound=ShardRunner)
 
 
 class MemoryConnection(Connection):
@@ -100,11 +106,11 @@ class NoTransports:
 
 
 @dataclass
-class Rank:
+class Rank(Generic[R]):
     """A follower on a thread."""
 
     follower: Follower
-    runner: FakeModelRunner
+    runner: R
     transports: NoTransports
     thread: threading.Thread
     statuses: list[int] = field(default_factory=list)
@@ -119,7 +125,7 @@ class Rank:
         return self.statuses[0]
 
 
-def start_rank(runner: FakeModelRunner, connection: MemoryConnection, grace_s: float = WAIT_S, **changes: Any) -> Rank:
+def start_rank(runner: R, connection: MemoryConnection, grace_s: float = WAIT_S, **changes: Any) -> Rank[R]:
     """A follower with this runner on one end of a connection; `changes` are arguments of `Follower`."""
     config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=runner.shard.size)
     transports = NoTransports()
@@ -142,16 +148,51 @@ def start_rank(runner: FakeModelRunner, connection: MemoryConnection, grace_s: f
 
 
 @dataclass
-class FakeGroup:
+class RankGroup(Generic[R]):
     """Rank 0's runner over real followers."""
 
     runner: GroupRunner
     followers: ConnectedFollowers
-    ranks: Sequence[Rank]
+    ranks: Sequence[Rank[R]]
     connections: Sequence[MemoryConnection]
     """The followers' ends."""
     faults: list[BaseException]
     lost: list[BaseException]
+
+    def part(self, buffer: GroupBuffer, rank: int) -> Buffer:
+        """What a rank has of a staging buffer."""
+        if rank == 0:
+            return buffer.local
+        staging: Any = self.ranks[rank - 1].follower._staging
+        return staging(buffer.number, buffer.local.nbytes)
+
+
+FakeGroup = RankGroup[FakeModelRunner]
+
+
+@contextmanager
+def rank_group(runners: Sequence[R], num_blocks: int) -> Iterator[RankGroup[R]]:
+    """A group of these runners, one for each rank, which have not joined; closed in the end."""
+    lost: list[BaseException] = []
+    faults: list[BaseException] = []
+    first, *others = runners
+    first.checksum = checksum
+    followers = ConnectedFollowers(len(runners), lost.append)
+    ranks, ends = [], []
+    for runner in others:
+        own, other = memory_connections()
+        followers.attach(runner.shard.rank, own)
+        ranks.append(start_rank(runner, other))
+        ends.append(other)
+    try:
+        followers.wait_joined(WAIT_S, WAIT_S)
+        followers.broadcast(Begin(num_blocks=num_blocks, collective_address=""))
+        first.join(None, num_blocks)
+        yield RankGroup(GroupRunner(first, followers, faults.append), followers, ranks, ends, faults, lost)
+    finally:
+        followers.close()
+        for each in ranks:
+            each.join()
 
 
 @contextmanager
@@ -162,27 +203,23 @@ def fake_group(
     block_size: int = 16,
     make: Callable[..., FakeModelRunner] = FakeModelRunner,
 ) -> Iterator[FakeGroup]:
-    """A group of fake runners of `VOCAB_SIZE` tokens, which `make` makes; closed in the end."""
-    lost: list[BaseException] = []
-    faults: list[BaseException] = []
-    followers = ConnectedFollowers(size, lost.append)
-    runners = [
-        make(num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, shard=Shard(rank, size))
-        for rank in range(size)
-    ]
-    runners[0].checksum = checksum
-    ranks, ends = [], []
-    for rank in range(1, size):
-        own, other = memory_connections()
-        followers.attach(rank, own)
-        ranks.append(start_rank(runners[rank], other))
-        ends.append(other)
-    try:
-        followers.wait_joined(WAIT_S, WAIT_S)
-        followers.broadcast(Begin(num_blocks=num_blocks, collective_address=""))
-        runners[0].join(None, num_blocks)
-        yield FakeGroup(GroupRunner(runners[0], followers, faults.append), followers, ranks, ends, faults, lost)
-    finally:
-        followers.close()
-        for each in ranks:
-            each.join()
+    """A group of fake runners of `VOCAB_SIZE` tokens, which `make` makes."""
+    new = partial(make, num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads)
+    with rank_group([new(shard=Shard(rank, size)) for rank in range(size)], num_blocks) as group:
+        yield group
+
+
+def carry(
+    plan: PairPlan, nbytes: int, sent: Callable[[int], Buffer], received: Callable[[int], Buffer]
+) -> list[Buffer]:
+    """Copy each slice of a payload from the part of the rank that sends it to that of the rank that receives it, as the
+    channels between them do. `sent` and `received` give the part of a rank. The slices, in order."""
+    head_bytes, slices = plan.head_bytes(nbytes), []
+    for rank in plan.ranks("receiver"):
+        for route in plan.routes("receiver", rank):
+            (origin,) = [each for each in plan.routes("sender", route.peer) if each.peer == rank]
+            assert origin.num_heads == route.num_heads
+            size = head_bytes * route.num_heads
+            slices.append(sent(route.peer)[head_bytes * origin.first :][:size])
+            received(rank)[head_bytes * route.first :][:size] = slices[-1]
+    return slices

@@ -2,6 +2,8 @@
 
 with running_ranks(folder, 4) as ranks:      a runner for each rank, joined by a `ThreadCollective`
     logits = ranks.forward(plan)             all ranks compute, rank 0 answers
+with running_group(folder, 4) as group:      the same behind rank 0's `GroupRunner`, for an engine core
+    core = make_core(runner=group.runner)
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import StepPlan, StepQueue, StepResult
 from disagg.engine.rank_messages import decode_step, encode_step
+from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.speculation.proposer import Proposer
+from tests.support.rank_connections import RankGroup, rank_group
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -126,12 +131,15 @@ class Ranks:
         return result
 
 
+def _config(folder: Path, size: int, **changes: Any) -> WorkerConfig:
+    fields: dict[str, Any] = {"roles": ("prefill",), "dtype": "float32", "num_blocks": 64, **changes}
+    return WorkerConfig(worker_id="test-0", model_path=str(folder), tp=size, **fields)
+
+
 @contextmanager
 def running_ranks(folder: Path, size: int, *, captures: bool = False, **changes: Any) -> Iterator[Ranks]:
     """Runners in fp32 with 64 blocks of 16 tokens; `changes` are fields of `WorkerConfig`."""
-    fields: dict[str, Any] = {"roles": ("prefill",), "dtype": "float32", "num_blocks": 64, **changes}
-    config = WorkerConfig(worker_id="test-0", model_path=str(folder), tp=size, **fields)
-    exchange = Exchange(size)
+    config, exchange = _config(folder, size, **changes), Exchange(size)
     runners = [TorchModelRunner(config, Shard(rank, size)) for rank in range(size)]
     collectives = [ThreadCollective(exchange, rank, captures=captures) for rank in range(size)]
     for runner, collective in zip(runners, collectives, strict=True):
@@ -141,3 +149,29 @@ def running_ranks(folder: Path, size: int, *, captures: bool = False, **changes:
             yield Ranks(runners, collectives, pool)
         finally:
             exchange.end()
+
+
+class ThreadRank(TorchModelRunner):
+    """One of several ranks that are threads."""
+
+    def __init__(self, config: WorkerConfig, shard: Shard, exchange: Exchange) -> None:
+        super().__init__(config, shard)
+        self._exchange = exchange
+
+    @override
+    def join(self, collective: Collective | None, num_blocks: int) -> None:
+        """The ranks exchange tensors as threads do, whatever processes would."""
+        super().join(ThreadCollective(self._exchange, self.shard.rank), num_blocks)
+
+
+@contextmanager
+def running_group(folder: Path, size: int, **changes: Any) -> Iterator[RankGroup[ThreadRank]]:
+    """The same runners; each follower is told what to do by messages, and has a thread of its own."""
+    config, exchange = _config(folder, size, **changes), Exchange(size)
+    runners = [ThreadRank(config, Shard(rank, size), exchange) for rank in range(size)]
+    with rank_group(runners, runners[0].num_blocks) as group:
+        try:
+            yield group
+        finally:
+            exchange.end()
+    assert group.faults == group.lost == []

@@ -33,7 +33,7 @@ from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import decoder
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
-from tests.support.rank_connections import WAIT_S, Rank, memory_connections, start_rank
+from tests.support.rank_connections import WAIT_S, memory_connections, start_rank
 
 TABLE = np.array([3, 1], dtype="<i4").tobytes()
 PROMPT = make_prompt(32)
@@ -63,7 +63,7 @@ class Leader:
 
     def __init__(self, runner: FakeModelRunner | None = None, **changes: Any) -> None:
         self.connection, other = memory_connections()
-        self.rank: Rank = start_rank(runner or make_runner(), other, **changes)
+        self.rank = start_rank(runner or make_runner(), other, **changes)
 
     def hear(self) -> Answer:
         frame = self.connection.receive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from disagg.engine.parallel.staging import GroupBuffer, StagingParts
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult, WarmUp
 from disagg.engine.rank_messages import Failed
 from disagg.engine.runner import model_runner
-from disagg.engine.sharding.kv_routes import head_slices
+from disagg.engine.sharding.kv_routes import plan_pair
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
-from tests.support.rank_connections import FakeGroup, fake_group
+from tests.support.rank_connections import FakeGroup, carry, fake_group
 from tests.support.secret import checksum
 
 PROMPT = make_prompt(70)
@@ -88,14 +89,14 @@ def test_a_group_computes_what_one_rank_does(size: int, num_kv_heads: int) -> No
 def test_the_kv_of_one_group_goes_on_in_another(sender_tp: int, receiver_tp: int, num_kv_heads: int) -> None:
     """Gathered on all ranks of one, moved slice by slice, scattered on all ranks of the other, and read back there."""
     start, end = 5, len(PROMPT) - 1
-    slices = head_slices(num_kv_heads, sender_tp, receiver_tp)
-    nbytes = sum(each.num_heads for each in slices) * HEAD_BYTES * (end - start)
+    plan = plan_pair(whole_runner(num_kv_heads).layout, sender_tp, receiver_tp)
+    nbytes = plan.groups[0].token_bytes * (end - start)
     with fake_group(sender_tp, num_kv_heads) as source, fake_group(receiver_tp, num_kv_heads) as target:
         prefill(source.runner)
         sent, received = source.runner.new_staging(nbytes + 100), target.runner.new_staging(nbytes)
         told = source.runner.gather(TABLE, start, end, sent[:nbytes], receiver_tp)
-        moved = move(source, sent, target, received, receiver_tp, sender_tp, end - start, num_kv_heads)
-        assert told == checksum.combined(moved)
+        moved = carry(plan, nbytes, partial(source.part, sent), partial(target.part, received))
+        assert told == checksum.combined([checksum(each) for each in moved])
         fill_below(target, start)
         target.runner.scatter(TABLE, start, end, received[:nbytes], sender_tp)
         assert next_token(target.runner) == fake_generate(PROMPT, 1, VOCAB_SIZE)
@@ -110,37 +111,6 @@ def test_the_kv_of_one_group_goes_on_in_another(sender_tp: int, receiver_tp: int
 def runners(group: FakeGroup) -> list[FakeModelRunner]:
     local: Any = group.runner._local
     return [local, *(rank.runner for rank in group.ranks)]
-
-
-def part_of(group: FakeGroup, buffer: GroupBuffer, rank: int) -> Any:
-    if rank == 0:
-        return buffer.local
-    staging: Any = group.ranks[rank - 1].follower._staging
-    return staging(buffer.number, buffer.local.nbytes)
-
-
-def move(
-    source: FakeGroup,
-    sent: GroupBuffer,
-    target: FakeGroup,
-    received: GroupBuffer,
-    receiver_tp: int,
-    sender_tp: int,
-    num_tokens: int,
-    num_kv_heads: int,
-) -> list[int]:
-    """Copy every slice from its sender's part to its receiver's; their checksums."""
-    used_from, used_to = [0] * sender_tp, [0] * receiver_tp
-    checksums = []
-    for each in head_slices(num_kv_heads, sender_tp, receiver_tp):
-        size = each.num_heads * HEAD_BYTES * num_tokens
-        out = part_of(source, sent, each.sender)[used_from[each.sender] :][:size]
-        into = part_of(target, received, each.receiver)[used_to[each.receiver] :][:size]
-        into[:] = out
-        used_from[each.sender] += size
-        used_to[each.receiver] += size
-        checksums.append(checksum(out))
-    return checksums
 
 
 def fill_below(group: FakeGroup, end: int) -> None:
@@ -239,7 +209,7 @@ def test_a_copy_that_fails_here_only_waits_for_the_others_and_is_no_fault_of_the
         group.runner._local.gather_part = fail  # type: ignore[method-assign,assignment]
         with pytest.raises(ValueError, match="not here"):
             group.runner.gather(TABLE, 0, 16, buffer)
-        assert part_of(group, buffer, 1).any()
+        assert group.part(buffer, 1).any()
         generate(group.runner, 3)
     assert group.faults == []
 
