@@ -1,20 +1,23 @@
-"""Each family on workers of several ranks that are killed: the prefill worker while it computes prompts, a decode
-worker in the middle of answers. All answers are those of `transformers`, in fp32."""
+"""Each family on workers of several ranks that are killed: a decode worker in the middle of answers, the prefill worker
+while it computes prompts. All answers are those of `transformers`, in fp32."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
 from disagg.cluster.hosts.processes import ProcessCluster
+from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
+from disagg.proto.messages import WorkerInfo
 from tests.integration.scaling.test_scaling import replaced
 from tests.integration.workers.test_processes import PATIENT
 from tests.support import reference
@@ -23,8 +26,9 @@ from tests.support.tiny_models import EXPERT_KINDS, FAMILY_KINDS, VOCAB_SIZE, ma
 from tests.support.waiting import LONG_WAIT_S, eventually
 from tests.support.workers import audit, wait_until_workers_idle
 
-NUM_TOKENS, NUM_BEGUN = 60, 8
-PROMPTS = [[(5 * i * i + 3 * i + length) % VOCAB_SIZE for i in range(length)] for length in (20, 50, 70, 100)]
+T = TypeVar("T")
+NUM_TOKENS, NUM_BEGUN, MAX_MODEL_LEN = 50, 8, 128
+PROMPTS = [[(5 * i * i + 3 * i + length) % VOCAB_SIZE for i in range(length)] for length in (20, 40, 50, 66)]
 SLOW_STEPS = "engine.step=hang(worker=prefill-*,ms=100);engine.step=hang(worker=decode-*,ms=15)"
 """Steps that take so long that a worker can be killed within one, and an answer."""
 PAIRS = ((ONE, TWO), (TWO, ONE), (TWO, FOUR), (FOUR, TWO), (FOUR, ONE), (ONE, FOUR))
@@ -46,10 +50,10 @@ def cases() -> list[Any]:
 
 def cluster_config(folder: Path, prefill: Ranks, decode: Ranks) -> ClusterConfig:
     """Chunks and messages so small that prompts are computed, and moved, in several."""
-    pool = {"num_blocks": 128, "token_budget": 64, "decode_reserve_tokens": 16, "cores": "none"}
+    pool = {"num_blocks": 128, "token_budget": 32, "decode_reserve_tokens": 16, "cores": "none"}
     return parse_config(
         {
-            "model": {"path": str(folder), "dtype": "float32", "max_model_len": 512},
+            "model": {"path": str(folder), "dtype": "float32", "max_model_len": MAX_MODEL_LEN},
             "gateway": {"port": 0},
             "placement": {"policy": "round_robin", "local_prefill": "never"},
             "pools": {
@@ -66,55 +70,65 @@ def cluster_config(folder: Path, prefill: Ranks, decode: Ranks) -> ClusterConfig
 async def test_killed_workers_change_no_token(
     kind: str, prefill: Ranks, decode: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Others are asked of the prefill worker that is killed: a request that two workers did not survive is refused."""
     folder = make_checkpoint(kind, tmp_path / "model")
     expected = [reference.generate(folder, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    turns = [[*prompt, *ids[:NUM_BEGUN], 7] for prompt, ids in zip(PROMPTS, expected, strict=True)]
     monkeypatch.setenv(FAILPOINTS_VARIABLE, SLOW_STEPS)
     with ProcessCluster(cluster_config(folder, prefill, decode)) as cluster:
-        pids = {name: cluster.pid(name) for name in ("prefill-0", "decode-0")}
+        workers = {str(info.worker_id): info for info in cluster.workers}
         async with AsyncClient(cluster.address) as client:
-            asked = [
-                asyncio.create_task(
-                    client.generate(
-                        prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, timeout_s=LONG_WAIT_S
-                    )
-                )
-                for prompt in PROMPTS
-            ]
-            await kill_in_a_prompt(cluster, pids["prefill-0"])
-            attempts = await kill_in_an_answer(client, pids["decode-0"])
-            answers = await asyncio.gather(*asked)
-            assert [list(answer.token_ids) for answer in answers] == expected
-            routes = [await client.explain(answer.request_id) for answer in answers]
-        assert {route.request_id: route.attempts for route in routes} == attempts
-        for name, pid in pids.items():
-            assert replaced(cluster, name, pid)
+            answers = asyncio.gather(*(greedy(client, prompt) for prompt in PROMPTS))
+            lost = await unless_ended(answers, are_answered_by(client, "decode-0"))
+            os.kill(workers["decode-0"].pid, signal.SIGKILL)
+            assert await answers == expected
+            assert {(await client.explain(request)).attempts for request in lost} == {2}
+
+            answers = asyncio.gather(*(greedy(client, turn) for turn in turns))
+            await unless_ended(answers, are_computed_by(workers["prefill-0"], cluster.secret))
+            os.kill(workers["prefill-0"].pid, signal.SIGKILL)
+            assert await answers == [reference.generate(folder, turn, NUM_TOKENS) for turn in turns]
+            assert 2 in {each.attempts for each in await client.requests(len(turns))}
+        for name in ("decode-0", "prefill-0"):
+            assert replaced(cluster, name, workers[name].pid)
         await wait_until_workers_idle(cluster.workers, cluster.secret)
     assert cluster.killed == []
 
 
-async def kill_in_a_prompt(cluster: ProcessCluster, pid: int) -> None:
-    """While the prefill worker has prompts."""
-    (worker,) = [info for info in cluster.workers if info.pid == pid]
-
-    async def has_prompts() -> bool:
-        return (await audit(worker, cluster.secret)).counts["sequences"] > 0
-
-    await eventually(has_prompts, "no prompt is computed")
-    os.kill(pid, signal.SIGKILL)
+async def greedy(client: AsyncClient, prompt: Sequence[int]) -> list[int]:
+    """Of an answer that goes on behind an end."""
+    options = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    return list((await client.generate(prompt, timeout_s=LONG_WAIT_S, **options)).token_ids)
 
 
-async def kill_in_an_answer(client: AsyncClient, pid: int) -> dict[str, int]:
-    """Once all answers have begun; how many attempts each will have had."""
+async def are_answered_by(client: AsyncClient, name: str) -> list[str]:
+    """Requests in the middle of whose answers a worker is, once there are some."""
+    found: list[str] = []
 
-    async def have_begun() -> bool:
-        found = await client.requests()
-        return len(found) == len(PROMPTS) and all(each.completion_tokens >= NUM_BEGUN for each in found)
+    async def are_there() -> bool:
+        requests = await client.requests()
+        decoding = [each for each in requests if each.decode_worker == name and each.outcome == "running"]
+        found[:] = [each.request_id for each in decoding if each.completion_tokens >= NUM_BEGUN]
+        return bool(found)
 
-    await eventually(have_begun, "the answers do not begin")
-    os.kill(pid, signal.SIGKILL)
-    found = await client.requests()
-    assert {each.outcome for each in found} == {"running"}, "the answers are too short for this machine"
-    lost = [each for each in found if each.decode_worker == "decode-0"]
-    assert lost
-    assert any(each.attempts > 1 for each in found)
-    return {each.request_id: each.attempts + (each in lost) for each in found}
+    await eventually(are_there, f"{name} answers nothing")
+    return found
+
+
+async def are_computed_by(worker: WorkerInfo, secret: ClusterSecret) -> None:
+    """Until a worker has sequences."""
+
+    async def are_there() -> bool:
+        return (await audit(worker, secret)).counts["sequences"] > 0
+
+    await eventually(are_there, f"{worker.worker_id} computes nothing")
+
+
+async def unless_ended(answers: asyncio.Future[list[list[int]]], what: Coroutine[Any, Any, T]) -> T:
+    """The result of `what`, before the answers end or fail."""
+    waiting = asyncio.ensure_future(what)
+    await asyncio.wait({waiting, answers}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        raise AssertionError(f"the answers ended before: {await answers}")
+    return waiting.result()
