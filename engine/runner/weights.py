@@ -158,9 +158,13 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == LM_HEAD and config.tied_embeddings)
 
 
+_OF_LINEAR = ("_proj.bias", ".w1.bias", ".w2.bias", ".w3.bias")
+"""Ends of the names of biases of linear layers, those of experts included."""
+
+
 def _may_be_zeros(name: str, config: ModelConfig) -> bool:
     """Whether it is a bias that some files in GPTQ have for a layer that has none."""
-    return isinstance(config.weight_format, Gptq) and name.endswith("_proj.bias") and not _is_redundant(name, config)
+    return isinstance(config.weight_format, Gptq) and name.endswith(_OF_LINEAR) and not _is_redundant(name, config)
 
 
 def _check_zeros(

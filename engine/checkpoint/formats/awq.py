@@ -13,18 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disagg.engine.checkpoint.formats.config_fields import leave_aside, one_of
+from disagg.engine.checkpoint.formats.grouped import grouped_layer
 from disagg.engine.checkpoint.formats.names import ModulePatterns, module_patterns
-from disagg.engine.checkpoint.formats.stored import (
-    SCALE_TYPES,
-    Entries,
-    Packing,
-    Quantized,
-    StoredTensor,
-    check_multiple,
-    check_part,
-    check_rank,
-    check_type,
-)
+from disagg.engine.checkpoint.formats.stored import Entries, Packing, Quantized, StoredTensor
 from disagg.engine.checkpoint.json_fields import JsonFields
 
 PACKING = Packing(bits=4, dim=-1, fields=(0, 4, 1, 5, 2, 6, 3, 7))
@@ -40,20 +31,13 @@ class Awq:
 
     def tensor(self, name: str, entries: Entries) -> tuple[str, StoredTensor] | None:
         """The tensor whose numbers are a `qweight`."""
-        if not name.endswith(".qweight"):
+        layer = grouped_layer(name, entries, PACKING, self.group_size)
+        if layer is None:
             return None
-        entry, module = entries[name], name.removesuffix(".qweight")
-        check_type(entry, name, ("I32",))
-        check_rank(entry, name, 2)
-        inputs, words = entry.shape
-        outputs = words * PACKING.per_word
-        check_multiple(entry, name, inputs, self.group_size, "input channels")
-        groups = inputs // self.group_size
-        check_part(entries, f"{module}.scales", name, SCALE_TYPES, (groups, outputs))
-        check_part(entries, f"{module}.qzeros", name, ("I32",), (groups, words))
+        module, entry, inputs, outputs, group = layer
         quantized = Quantized(
             scale=f"{module}.scales",
-            group=(self.group_size, 1),
+            group=(group, 1),
             packing=PACKING,
             zero=f"{module}.qzeros",
             zero_packing=PACKING,

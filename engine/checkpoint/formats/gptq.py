@@ -5,8 +5,8 @@
     x.scales   [in / group, out]
     x.g_idx    I32 [in]                  group of each input channel; with `desc_act` in any order
 
-`checkpoint_format: gptq` (AutoGPTQ, GPTQModel) stores each zero less one, `gptq_v2` as it is. Some files have biases of
-zeros for layers that have none.
+`checkpoint_format: gptq` (AutoGPTQ, GPTQModel) stores each zero less one, `gptq_v2` as it is. A zero of 0 less one is
+the largest number of so many bits, as AutoGPTQ reads it. Some files have biases of zeros for layers that have none.
 Source: Frantar et al., "GPTQ" (2022), and the layout of AutoGPTQ.
 """
 
@@ -15,16 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disagg.engine.checkpoint.formats.config_fields import leave_aside, one_of
+from disagg.engine.checkpoint.formats.grouped import grouped_layer
 from disagg.engine.checkpoint.formats.names import ModulePatterns
 from disagg.engine.checkpoint.formats.stored import (
-    SCALE_TYPES,
     Entries,
     Quantized,
     StoredTensor,
-    check_multiple,
     check_part,
-    check_rank,
-    check_type,
     in_order,
 )
 from disagg.engine.checkpoint.json_fields import JsonFields
@@ -73,32 +70,27 @@ class Gptq:
     has_order: bool
     """Groups are of any input channels, as `g_idx` has them."""
     zero_offset: int
+    """Number that is added to each zero of the file."""
     ignored: ModulePatterns
 
     def tensor(self, name: str, entries: Entries) -> tuple[str, StoredTensor] | None:
         """The tensor whose numbers are a `qweight`."""
-        if not name.endswith(".qweight"):
+        packing = in_order(self.bits, -2)
+        layer = grouped_layer(name, entries, packing, self.group_size)
+        if layer is None:
             return None
-        entry, module = entries[name], name.removesuffix(".qweight")
-        check_type(entry, name, ("I32",))
-        check_rank(entry, name, 2)
-        per_word = 32 // self.bits
-        inputs, outputs = entry.shape[0] * per_word, entry.shape[1]
-        group = self.group_size or inputs
-        check_multiple(entry, name, inputs, group, "input channels")
-        check_multiple(entry, name, outputs, per_word, "output channels")
-        check_part(entries, f"{module}.scales", name, SCALE_TYPES, (inputs // group, outputs))
-        check_part(entries, f"{module}.qzeros", name, ("I32",), (inputs // group, outputs // per_word))
+        module, entry, inputs, outputs, group = layer
         index = f"{module}.g_idx"
         if self.has_order or index in entries:
             check_part(entries, index, name, ("I32", "I64"), (inputs,))
         quantized = Quantized(
             scale=f"{module}.scales",
             group=(group, 1),
-            packing=in_order(self.bits, -2),
+            packing=packing,
             zero=f"{module}.qzeros",
             zero_packing=in_order(self.bits, -1),
             zero_offset=self.zero_offset,
+            zero_wraps=self.zero_offset > 0,
             group_index=index if index in entries else None,
             index_is_order=not self.has_order,
             is_transposed=True,

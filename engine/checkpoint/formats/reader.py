@@ -103,7 +103,10 @@ class TensorReader:
         if quantized.zero is not None:
             shape = self._grid(stored, quantized)
             zeros = self._of_groups(quantized.zero, quantized.zero_packing, shape, experts, row_groups, column_groups)
-            values -= zeros.add_(quantized.zero_offset)
+            zeros.add_(quantized.zero_offset)
+            if quantized.zero_wraps and quantized.zero_packing is not None:
+                zeros.remainder_(1 << quantized.zero_packing.bits)
+            values -= zeros
         elif quantized.zero_offset:
             values -= quantized.zero_offset
         values *= self._scales(stored, quantized, experts, row_groups, column_groups)

@@ -64,6 +64,8 @@ class Quantized:
     zero_packing: Packing | None = None
     zero_offset: int = 0
     """Added to each zero."""
+    zero_wraps: bool = False
+    """The sum is taken modulo the numbers that `zero_packing` has room for."""
     group_index: str | None = None
     """Group of each input channel; None: they lie in order."""
     index_is_order: bool = False

@@ -192,6 +192,34 @@ def test_a_tensor_and_its_scales_may_be_in_different_files(plain: Path, tmp_path
             assert torch.equal(read(reader, key, *map(range, values[key].shape)), values[key])
 
 
+@pytest.mark.parametrize(("layout", "zero"), [("gptq", 0.0), ("gptq_v2", 15.0)])
+def test_a_zero_of_0_less_one_is_the_largest_number(layout: str, zero: float, plain: Path, tmp_path: Path) -> None:
+    """As AutoGPTQ reads it: of four bits, 15 plus one is 0."""
+    folder, _ = quantized("gptq", plain, tmp_path)
+    change(folder, checkpoint_format=layout)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{Q}.qzeros"] = torch.full_like(tensors[f"{Q}.qzeros"], -1)  # eight times 15
+    save_file(tensors, folder / "model.safetensors")
+    words = tensors[f"{Q}.qweight"]
+    numbers = torch.stack([words >> 4 * place & 15 for place in range(8)], dim=1).flatten(0, 1)
+    scales = tensors[f"{Q}.scales"].float().repeat_interleave(32, dim=0)
+    with opened(folder) as reader:
+        found = read(reader, f"{Q}.weight", range(numbers.shape[1]), range(numbers.shape[0]))
+    assert torch.equal(found, ((numbers - zero) * scales).T)
+
+
+def test_biases_of_zeros_of_experts_are_left_aside(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path)
+    quantize_checkpoint("gptq", folder)
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.bias"
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(64)}, folder / "model.safetensors")
+    check_weights(folder)
+    save_file(tensors | {name: torch.ones(64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"tensor {name} is not zero, but not part of MixtralForCausalLM"):
+        check_weights(folder)
+
+
 def test_the_fingerprint_covers_what_numbers_mean(plain: Path, tmp_path: Path) -> None:
     """The same files with another convention of zeros are another model."""
     folder, _ = quantized("gptq", plain, tmp_path)
