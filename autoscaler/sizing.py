@@ -37,15 +37,13 @@ _REFERENCE = StepWork(256, 256 * 128, 16, 16 * 512, 1)
 
 @dataclass(frozen=True)
 class CoefficientTimes:
-    """Step times of a linear fit."""
+    """Step times of a router's fit."""
 
     steps: StepCoefficients
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one engine step."""
-        base, token, pair, decode, context = self.steps
-        ms = base + work.prefill_tokens * token + work.prefill_attended * pair
-        return max(LEAST_MS, ms + work.num_decodes * decode + work.decode_context * context) * 1e-3
+        return max(LEAST_MS, self.steps.ms_of(*work[:4])) * 1e-3
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,8 @@ class ModelRunner(Protocol):
     fingerprint: str
     arithmetic: str = ""
     """The same as `WorkerInfo.arithmetic`."""
+    expert_share: float = 0.0
+    """The same as `WorkerInfo.expert_share`."""
     tp: int
     """Ranks that compute together."""
     digests: bool = False

@@ -13,6 +13,7 @@ Times on the wire are durations (`timeout_s`), never clock readings: clocks diff
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -147,18 +148,31 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 class StepCoefficients(NamedTuple):
     """Coefficients of the step time in milliseconds, a linear model: base, prefill tokens, attended pairs, decodes and
-    decode context."""
+    decode context; and for models with experts the time to read all of them, of which a step reads a share that bends
+    with its rows (`experts_read`)."""
 
     base_ms: float
     prefill_token_ms: float
     attended_ms: float
     decode_ms: float
     context_ms: float
+    experts_ms: float = 0.0
+    expert_share: float = 0.0
+    """Share of its experts that a token chooses, k / E; 0 without experts."""
 
     def step_ms(self, sample: StepSample) -> float:
         """Predicted duration of a step with the sample's work, in milliseconds."""
-        prompts = sample.prefill_tokens * self.prefill_token_ms + sample.prefill_attended * self.attended_ms
-        return self.base_ms + prompts + sample.num_decodes * self.decode_ms + sample.decode_context * self.context_ms
+        return self.ms_of(sample.prefill_tokens, sample.prefill_attended, sample.num_decodes, sample.decode_context)
+
+    def ms_of(self, prefill_tokens: int, prefill_attended: int, num_decodes: int, decode_context: int) -> float:
+        """Predicted duration of a step with this work, in milliseconds; counts as in `StepSample`."""
+        ms = self.base_ms + prefill_tokens * self.prefill_token_ms + prefill_attended * self.attended_ms
+        ms = ms + num_decodes * self.decode_ms + decode_context * self.context_ms
+        return ms + self.experts_of(prefill_tokens + num_decodes) if self.experts_ms else ms
+
+    def experts_of(self, num_rows: float) -> float:
+        """Milliseconds to read the experts that so many rows are expected to choose."""
+        return self.experts_ms * experts_read(self.expert_share, num_rows)
 
     def prompt_ms(self, start: int, num_tokens: int) -> float:
         """Milliseconds that prompt tokens [start, start + num_tokens) add to a step."""
@@ -175,11 +189,25 @@ class StepCoefficients(NamedTuple):
         return math.floor(fits * (1.0 + 1e-12)) if fits < 1e18 else math.inf
 
 
+def experts_read(expert_share: float, num_rows: float) -> float:
+    """The share of all experts that a step of so many rows is expected to read, where each row chooses
+    `expert_share` of them, independently and alike."""
+    unread: float = (1.0 - expert_share) ** num_rows
+    return 1.0 - unread
+
+
 class StartPhase(msgspec.Struct, frozen=True, array_like=True):
     """One phase of the start of a process, and its duration."""
 
     name: str
     seconds: float
+
+
+class BufferSize(msgspec.Struct, frozen=True, array_like=True):
+    """The size of one buffer of a worker."""
+
+    name: str
+    num_bytes: int
 
 
 class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
@@ -225,6 +253,12 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Kind of arithmetic, such as `fma` or `avx512-bf16`. Workers with the same arithmetic continue each other's
     answers bit for bit. Any pair can hand over; where the two differ, the tokens are those that the decode worker
     computes from the prefill worker's KV."""
+    expert_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of its model's experts that a token chooses, by which its step times bend; 0 without experts."""
+    buffers: tuple[BufferSize, ...] = ()
+    """Large buffers of each of its ranks whose sizes are known at the start: `kv` and `kv_window_<tokens>`, the caches
+    of its cache groups; `experts`, what layers of experts use in the largest step beside weights; `swap`, host memory
+    for the KV of preempted sequences."""
 
 
 class CacheGroup(Message, frozen=True, kw_only=True):
@@ -260,6 +294,15 @@ class CacheGroup(Message, frozen=True, kw_only=True):
         return (num_tokens - first) * self.bytes_per_token
 
 
+class WindowKv(Message, frozen=True, kw_only=True):
+    """Size of the KV that layers with a window keep."""
+
+    window: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens that a token attends to, itself included."""
+    bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
+    """Bytes of one token's KV in all of these layers."""
+
+
 class KvLayout(Message, frozen=True, kw_only=True):
     """The shape of the KV of a sequence, which both ends of a transfer must share."""
 
@@ -278,6 +321,40 @@ class KvLayout(Message, frozen=True, kw_only=True):
             bytes_per_token=bytes_per_token,
         )
         return cls(groups=(group,))
+
+    @classmethod
+    def sized(cls, bytes_per_token: int, windows: Sequence[WindowKv] = ()) -> KvLayout:
+        """A layout of these sizes, for which heads and layers do not matter: that of a simulation.
+
+        Args:
+            bytes_per_token: of all groups.
+            windows: those of the groups with a window.
+
+        Raises:
+            ValueError: if a window has no tokens or bytes, or the windows leave nothing for the first group.
+        """
+        if any(each.window < 1 or each.bytes_per_token < 1 for each in windows):
+            raise ValueError("a window has at least 1 token and 1 byte of each")
+        first = bytes_per_token - sum(each.bytes_per_token for each in windows)
+        if windows and first < 1:
+            raise ValueError(f"{bytes_per_token} bytes a token are no more than those of the windows")
+        shape = CacheGroup(layers=(0,), num_heads=1, key_dim=1, value_dim=1, dtype="simulated", bytes_per_token=first)
+        others = [
+            msgspec.structs.replace(
+                shape, kind="window", layers=(number,), window=each.window, bytes_per_token=each.bytes_per_token
+            )
+            for number, each in enumerate(windows, start=1)
+        ]
+        return cls(groups=(shape, *others))
+
+    @property
+    def windows(self) -> tuple[WindowKv, ...]:
+        """The sizes of the groups with a window; see `sized`."""
+        return tuple(
+            WindowKv(window=group.window, bytes_per_token=group.bytes_per_token)
+            for group in self.groups
+            if group.window
+        )
 
     @property
     def bytes_per_token(self) -> int:

@@ -155,7 +155,8 @@ class SimulatedCluster(Surroundings):
             spec.overheads,
             requests,
             habits,
-            run=1 if spec.engine == "exact" else run_for(_smallest_cache(spec)),
+            # With windows each block counts: a prefix is resumed at few of them.
+            run=1 if spec.engine == "exact" or spec.kv_layout.windows else run_for(_smallest_cache(spec)),
             take=on_record,
         )
         for fault in spec.faults:
@@ -314,6 +315,7 @@ class SimulatedCluster(Surroundings):
                 config.block_size,
                 PoolLimits(config.num_places, config.token_budget),
             ),
+            expert_share=pool.expert_share,
         )
 
     def _slow_times(self, worker_id: WorkerId, what: str) -> list[SlowTime]:

@@ -48,7 +48,7 @@ def note_of_target(tpot_ms: float | None, steps: Mapping[WorkerId, StepCoefficie
     measured. `steps`: the coefficients of the workers that decode."""
     if tpot_ms is None or not steps:
         return ""
-    alone_ms = {worker_id: each.base_ms + each.decode_ms for worker_id, each in steps.items()}
+    alone_ms = {worker_id: each.ms_of(0, 0, 1, 0) for worker_id, each in steps.items()}
     fastest = min(alone_ms, key=lambda worker_id: alone_ms[worker_id])
     if tpot_ms >= alone_ms[fastest]:
         return ""

@@ -6,7 +6,9 @@ reports.
         coefficients               used by placement, and by steps by slack; fitted again when enough was observed
 
 The time of a step is taken as linear: base + prefill tokens + pairs attended by them + decodes + context of these,
-each times a coefficient that is never negative. Four properties matter more than the last percent:
+each times a coefficient that is never negative. A model with experts has one more: the time to read all experts, times
+the share of them that so many rows are expected to choose (`proto.messages.experts_read`). Four properties matter more
+than the last percent:
 
 - The error that counts is relative: a decode step of 10 ms must be as right as a prefill step of 300. So each
   observation is divided by its own size (as the calibration predicts it: by a size that follows the worker's pace,
@@ -30,12 +32,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
-from disagg.proto.messages import StepCoefficients, StepSample
+from disagg.proto.messages import StepCoefficients, StepSample, experts_read
 from disagg.step_times.least_squares import FiveFactors, Moments, total
 
 DEFAULT_COEFFICIENTS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
@@ -45,7 +48,9 @@ unknowns of the fit are multiples of them."""
 LEAST_MS = 0.01
 """Least predicted time of a step, in milliseconds."""
 
-_NUM_UNKNOWNS = len(DEFAULT_COEFFICIENTS)
+_UNITS = DEFAULT_COEFFICIENTS[:5]
+_EXPERTS_UNIT = 5.0
+"""Default of the time to read all experts, in milliseconds."""
 _RIDGE = 1e-6
 """Weight of the assumption that each coefficient is its default, in observations. It decides only where nothing was
 measured, such as between the base and the decodes when all batches had the same size."""
@@ -95,7 +100,8 @@ class _Step(NamedTuple):
 
     ratio: float
     """Measured over predicted time."""
-    factors: FiveFactors
+    factors: tuple[float, ...]
+    """Five factors, or six with experts."""
     target: float
 
 
@@ -104,8 +110,8 @@ class _Kind:
 
     __slots__ = ("_known", "last_usual", "moments", "run", "run_began", "sizes")
 
-    def __init__(self, known_sizes: tuple[float, float]) -> None:
-        self.moments = Moments(_NUM_UNKNOWNS, _WINDOW)
+    def __init__(self, num_unknowns: int, known_sizes: tuple[float, float]) -> None:
+        self.moments = Moments(num_unknowns, _WINDOW)
         """The observed steps, without those in `run`."""
         self.run: list[_Step] = []
         """The latest steps, where all of them took far longer than predicted, or all far less."""
@@ -134,18 +140,22 @@ class _Kind:
 class StepModel:
     """The step times of one worker. A worker without calibration is calibrated by its first steps; before these it has
     the default coefficients. Impossible observations (no time, or nothing computed) are ignored: they come from
-    another process.
+    another process. `expert_share`: share of the model's experts that a token chooses; 0 without experts.
     """
 
     __slots__ = (
         "_calibrated_sizes",
         "_coefficients",
+        "_expert_share",
+        "_experts_multiple",
+        "_experts_start",
         "_kinds",
         "_measured",
         "_multiples",
         "_num_observed",
         "_num_outliers",
         "_num_to_learn",
+        "_num_unknowns",
         "_outliers",
         "_pace",
         "_prior",
@@ -153,11 +163,13 @@ class StepModel:
         "_start",
     )
 
-    def __init__(self, calibration: Sequence[StepSample]) -> None:
+    def __init__(self, calibration: Sequence[StepSample], expert_share: float = 0.0) -> None:
         measured = [sample for sample in calibration if _is_measured(sample)]
+        self._expert_share = expert_share
+        self._num_unknowns = len(_UNITS) + (expert_share > 0.0)
         self._calibrated_sizes = (math.inf, 0.0)
         """The smallest and the largest size of a step in the calibration."""
-        self._measured = Moments(_NUM_UNKNOWNS)
+        self._measured = Moments(self._num_unknowns)
         """The observations of the calibration."""
         self._kinds: dict[tuple[bool, bool], _Kind] = {}
         self._pace = 1.0
@@ -184,10 +196,15 @@ class StepModel:
         size = _LEAST_SIZE_MS + base * a + tokens * b + pairs * c + decodes * d + context * e
         a, b, c, d, e = self._multiples
         predicted = _LEAST_SIZE_MS + base * a + tokens * b + pairs * c + decodes * d + context * e
+        if self._expert_share:
+            read = self._read_of(sample)
+            size, predicted = size + read * self._experts_start[0], predicted + read * self._experts_multiple[0]
         kind = self._kinds.get((sample.prefill_tokens > 0, sample.num_decodes > 0)) or self._new_kind(sample)
         least, largest = kind.sizes
         is_new_size = not least <= size <= largest
-        factors = (base / size, tokens / size, pairs / size, decodes / size, context / size)
+        factors: tuple[float, ...] = (base / size, tokens / size, pairs / size, decodes / size, context / size)
+        if self._expert_share:
+            factors += (read / size,)
         ratio = ms / predicted
         if _QUICKER <= ratio <= _SLOWER:
             kind.last_usual = self._num_observed
@@ -200,13 +217,16 @@ class StepModel:
             kind.sizes = min(least, size), max(largest, size)
         self._add(kind, ratio, factors, ms / size)
 
-    def _add(self, kind: _Kind, ratio: float, factors: FiveFactors, target: float) -> None:
+    def _add(self, kind: _Kind, ratio: float, factors: tuple[float, ...], target: float) -> None:
         weight = self._outliers.weight(abs(ratio - 1.0))
         if weight < 1.0:
             self._num_outliers += 1
             if self._num_outliers >= _REFIT_OUTLIERS:
                 self._refit_at = self._num_observed
-        kind.moments.add_five(factors, target, weight)
+        if len(factors) == 5:
+            kind.moments.add_five(factors, target, weight)
+        else:
+            kind.moments.add(tuple(enumerate(factors)), target, weight)
 
     def _end_run(self, kind: _Kind, factor: float = 1.0) -> None:
         """Take in the steps that might show a change of pace, by how far off they are beside the present pace: `factor`
@@ -248,7 +268,7 @@ class StepModel:
         return self._coefficients
 
     def _new_kind(self, sample: StepSample) -> _Kind:
-        kind = _Kind(self._calibrated_sizes)
+        kind = _Kind(self._num_unknowns, self._calibrated_sizes)
         self._kinds[sample.prefill_tokens > 0, sample.num_decodes > 0] = kind
         return kind
 
@@ -256,27 +276,40 @@ class StepModel:
         """Add samples to the calibration, and fit its coefficients. What was not measured has its default, scaled to
         the pace of what was."""
         for sample in samples:
-            self._measured.add([(i, factor / sample.ms) for i, factor in enumerate(_factors_of(sample))], 1.0)
-        pace = _pace(self._measured, [1.0] * _NUM_UNKNOWNS, prior_weight=_RIDGE)
-        self._prior = total(_NUM_UNKNOWNS, (self._measured, ridge(_NUM_UNKNOWNS, pace)))
-        self._start = tuple(self._prior.solve())
+            self._measured.add([(i, factor / sample.ms) for i, factor in enumerate(self._all_factors(sample))], 1.0)
+        number = self._num_unknowns
+        pace = _pace(self._measured, [1.0] * number, prior_weight=_RIDGE)
+        self._prior = total(number, (self._measured, ridge(number, pace)))
+        start = self._prior.solve()
+        self._start, self._experts_start = tuple(start[:5]), tuple(start[5:])
         for sample in samples:
             least, largest = self._calibrated_sizes
-            size = sum(factor * multiple for factor, multiple in zip(_factors_of(sample), self._start, strict=True))
+            size = sum(map(mul, self._all_factors(sample), start))
             self._calibrated_sizes = min(least, size), max(largest, size)
-        self._prior.expect(self._start)
+        self._prior.expect(start)
 
     def _fit(self) -> None:
-        system = total(_NUM_UNKNOWNS, (kind.moments for kind in self._kinds.values()))
-        pace = _pace(system, self._start, prior_weight=_PACE_PRIOR, expected=self._pace)
+        system = total(self._num_unknowns, (kind.moments for kind in self._kinds.values()))
+        pace = _pace(system, self._start + self._experts_start, prior_weight=_PACE_PRIOR, expected=self._pace)
         system.include(self._prior, target_factor=pace)
-        self._multiples = tuple(system.solve())
-        fitted = [multiple * unit for multiple, unit in zip(self._multiples, DEFAULT_COEFFICIENTS, strict=True)]
-        self._coefficients = StepCoefficients(max(LEAST_MS, fitted[0]), *fitted[1:])
+        multiples = system.solve()
+        self._multiples, self._experts_multiple = tuple(multiples[:5]), tuple(multiples[5:])
+        base_ms, *others = map(mul, multiples, (*_UNITS, _EXPERTS_UNIT))
+        self._coefficients = StepCoefficients(max(LEAST_MS, base_ms), *others)
+        if self._expert_share:
+            self._coefficients = self._coefficients._replace(expert_share=self._expert_share)
         self._refit_at = next_fit(self._num_observed)
         self._num_outliers = 0
         for kind in self._kinds.values():
             kind.fitted()
+
+    def _all_factors(self, sample: StepSample) -> tuple[float, ...]:
+        factors = _factors_of(sample)
+        return (*factors, self._read_of(sample)) if self._expert_share else factors
+
+    def _read_of(self, sample: StepSample) -> float:
+        """The factor of the experts that a step reads, as those of `_factors_of`."""
+        return _EXPERTS_UNIT * experts_read(self._expert_share, sample.prefill_tokens + sample.num_decodes)
 
 
 def _is_measured(sample: StepSample) -> bool:
@@ -302,7 +335,7 @@ def _pace(observed: Moments, start: Sequence[float], *, prior_weight: float, exp
 
 def _factors_of(sample: StepSample) -> FiveFactors:
     """The factors of the multiples of the default coefficients, in milliseconds."""
-    base, token, pair, decode, context = DEFAULT_COEFFICIENTS
+    base, token, pair, decode, context = _UNITS
     num_tokens, num_decodes = sample.prefill_tokens, sample.num_decodes
     has_prompts, has_decodes = num_tokens > 0, num_decodes > 0
     return (

@@ -25,7 +25,7 @@ from disagg.cluster.config.cluster_config import ClusterConfig, override
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import Slo
-from disagg.proto.messages import StepCoefficients
+from disagg.proto.messages import KvLayout, StepCoefficients
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.twin.simulated import watch
@@ -37,7 +37,7 @@ from disagg.simulator.world.users import Habits, UserRequest
 TIMING = Timing(
     LinearSteps(base_ms=5.0, prefill_token_ms=0.4, attended_ms=1e-4, decode_ms=0.5, context_ms=1e-3),
     {},
-    23_040,
+    KvLayout.sized(23_040),
     DEFAULT_LINK,
     Overheads(message_s=0.001, step_s=0.00025),
     0.0,

@@ -16,6 +16,7 @@ from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload, outline
+from disagg.proto.messages import KvLayout
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads, Sharing
 from disagg.simulator.world.settings import DEFAULT_LINK, ClusterSpec
@@ -29,7 +30,7 @@ COLOCATED = [f"2x1-chunked:{tokens}" for tokens in (32, 64, 128, 256, 512)]
 TIMING = Timing(
     LinearSteps(base_ms=6.5, prefill_token_ms=0.46, attended_ms=1e-4, decode_ms=0.6, context_ms=1e-3),
     {},
-    23_040,
+    KvLayout.sized(23_040),
     DEFAULT_LINK,
     Overheads(message_s=0.001, step_s=0.00025),
     0.0,

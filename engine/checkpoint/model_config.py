@@ -148,6 +148,10 @@ class ExpertsConfig:
         count = self.routing.num_experts if self.num_held is None else self.num_held
         return range(self.first_expert, self.first_expert + count)
 
+    def scratch_bytes(self, num_tokens: int, hidden_size: int, element_bytes: int) -> int:
+        """The most memory that the layer needs beside its weights in a step of so many tokens, in bytes."""
+        return scratch_bytes(self.routing, num_tokens, hidden_size, self.intermediate_size, element_bytes)
+
 
 FfnConfig = DenseConfig | ExpertsConfig
 """Feed-forward network of one layer."""
@@ -211,12 +215,24 @@ class ModelConfig:
         use it one after the other."""
         return max(
             (
-                scratch_bytes(ffn.routing, num_tokens, self.hidden_size, ffn.intermediate_size, element_bytes)
+                ffn.scratch_bytes(num_tokens, self.hidden_size, element_bytes)
                 for layer in self.layers
                 if isinstance(ffn := layer.ffn, ExpertsConfig)
             ),
             default=0,
         )
+
+    @property
+    def num_expert_weights(self) -> int:
+        """Number of weights of the experts' matrices."""
+        experts = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig)]
+        return sum(3 * self.hidden_size * len(ffn.held) * ffn.intermediate_size for ffn in experts)
+
+    @property
+    def expert_share(self) -> float:
+        """Share of its experts that a token chooses: the largest of all layers; 0 without experts."""
+        routings = [layer.ffn.routing for layer in self.layers if isinstance(layer.ffn, ExpertsConfig)]
+        return max((routing.top_k / routing.num_experts for routing in routings), default=0.0)
 
     def kv_head_bytes(self, element_bytes: int) -> int:
         """Bytes of one token's K and V in one KV head of all layers."""

@@ -107,8 +107,8 @@ class EngineCore:
         self._pools = [CachedBlocks(size, config.cached_share, config.cached_keep_s) for size in runner.window_blocks]
         self._slack: Slack[Sequence] | None = None
         if config.scheduling == "slack":
-            self._slack = Slack(calibration, config.max_itl_ms, runner.block_size)
-        model = StepModel(calibration) if self._slack is None else self._slack.model
+            self._slack = Slack(calibration, config.max_itl_ms, runner.block_size, runner.expert_share)
+        model = StepModel(calibration, runner.expert_share) if self._slack is None else self._slack.model
         self._model = model
         self._limit = StepLimit(
             model,

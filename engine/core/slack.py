@@ -104,10 +104,13 @@ class Slack(Generic[S]):
         calibration: steps that were measured at the start.
         max_itl_ms: how long a step with prompts may take while sequences decode, unless the decodes alone take longer.
         block_size: tokens of a KV block.
+        expert_share: share of the model's experts that a token chooses.
     """
 
-    def __init__(self, calibration: Seq[StepSample], max_itl_ms: float | None, block_size: int) -> None:
-        self.model = StepModel(calibration)
+    def __init__(
+        self, calibration: Seq[StepSample], max_itl_ms: float | None, block_size: int, expert_share: float = 0.0
+    ) -> None:
+        self.model = StepModel(calibration, expert_share)
         self._max_itl_ms = math.inf if max_itl_ms is None else max_itl_ms
         self._block_size = block_size
         self._changes: LazyHeap[S] = LazyHeap()
@@ -121,11 +124,16 @@ class Slack(Generic[S]):
 
     def step_budget(self, decodes: Seq[Decode], now: float) -> StepBudget:
         """The time that prompts may take in the next step beside these decodes."""
-        base_ms, _, _, decode_ms, context_ms = self.model.coefficients
+        times = self.model.coefficients
+        base_ms, decode_ms, context_ms = times.base_ms, times.decode_ms, times.context_ms
         if not decodes:
-            return StepBudget(math.inf, math.inf, base_ms)
+            return StepBudget(math.inf, math.inf, base_ms + times.experts_ms)
         step_ms = base_ms + sum([decode_ms + decode.num_attended * context_ms for decode in decodes])
-        most_ms = self._max_itl_ms - step_ms
+        unread_ms = 0.0
+        if times.experts_ms:  # A prompt's rows read all experts.
+            step_ms += times.experts_of(len(decodes))
+            unread_ms = times.experts_ms - times.experts_of(len(decodes))
+        most_ms = self._max_itl_ms - step_ms - unread_ms
         if most_ms < self.prompt_ms(0, 1):
             most_ms = self.prompt_ms(0, self._block_size)
         least, longest_ms = decodes[0], math.inf
@@ -133,7 +141,7 @@ class Slack(Generic[S]):
             its_ms = self.longest_ms(decode, step_ms, now)
             if its_ms < longest_ms:
                 least, longest_ms = decode, its_ms
-        return StepBudget(min(most_ms, longest_ms - step_ms), most_ms, step_ms, least)
+        return StepBudget(min(most_ms, longest_ms - step_ms - unread_ms), most_ms, step_ms, least)
 
     def longest_ms(self, decode: Decode, step_ms: float, now: float) -> float:
         """How long the next step may take for this sequence's sake, if all later ones take `step_ms`, or less."""
@@ -146,8 +154,10 @@ class Slack(Generic[S]):
         if targets.tpot_s is not None and sequence.first_at is not None:
             paced_s = targets.tpot_s * (num_done - 1 + rest)
             due = min(due, sequence.first_at + paced_s)
-        base_ms, _, _, decode_ms, context_ms = self.model.coefficients
-        alone_ms = base_ms + decode_ms + num_attended * context_ms
+        times = self.model.coefficients
+        alone_ms = times.base_ms + times.decode_ms + num_attended * times.context_ms
+        if times.experts_ms:
+            alone_ms += times.experts_of(1)
         longest_ms = slack_ms((due - now) * 1e3, rest, step_ms, alone_ms, paced_s * 1e3)
         return math.inf if longest_ms is None else longest_ms
 
@@ -182,7 +192,8 @@ class Slack(Generic[S]):
         """A prompt that was never begun waits from now on."""
         due = _first_due(sequence)
         if due < math.inf:
-            alone_s = (self.model.coefficients.base_ms + self.prompt_ms(0, sequence.num_given_tokens)) / 1e3
+            times = self.model.coefficients
+            alone_s = (times.base_ms + times.experts_ms + self.prompt_ms(0, sequence.num_given_tokens)) / 1e3
             self._changes.push((due - alone_s,), sequence)
 
     def leaves(self, sequence: S) -> None:

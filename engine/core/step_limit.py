@@ -56,7 +56,7 @@ class StepLimit:
         if not self._is_slow(times):
             return math.inf
         decoding = sum(times.decode_ms + (entry.start + 1) * times.context_ms for entry in decodes)
-        return LONGEST_STEP_MS - times.base_ms - decoding
+        return LONGEST_STEP_MS - times.base_ms - times.experts_ms - decoding
 
     def num_tokens(self, start: int, left_ms: float, *, first: bool) -> float:
         """The most tokens of a prompt, from `start` on, in what is left of a step; of its first chunk at least a
@@ -80,6 +80,8 @@ class StepLimit:
         if times is not self._seen:
             self._seen = times
             decoding = self._max_num_seqs * times.decode_ms + self._num_kv_tokens * times.context_ms
-            longest_ms = times.base_ms + times.prompt_ms(self._max_start, self._token_budget) + decoding
+            longest_ms = (
+                times.base_ms + times.experts_ms + times.prompt_ms(self._max_start, self._token_budget) + decoding
+            )
             self._binds = longest_ms > LONGEST_STEP_MS
         return self._binds

@@ -66,6 +66,7 @@ class GroupRunner(ModelRunner):
         self.vocab_size = local.vocab_size
         self.fingerprint = local.fingerprint
         self.arithmetic = local.arithmetic
+        self.expert_share = local.expert_share
         self.tp = followers.size
         self.warm_up = local.warm_up
         self.checksum = local.checksum

@@ -116,6 +116,7 @@ class TorchModelRunner(ShardRunner):
         self.arithmetic = _arithmetic(config, self._dtype, self._device, shard.size)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
+        self.expert_share = model.expert_share
         kv_dtype = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
         self.layout = kv_layout(model, kv_dtype, keeps_all=keeps_all)
         self._draft_layout = _draft_layout(config, kv_dtype)

@@ -282,6 +282,7 @@ class Worker:
             start_phases=self.stages.phases,
             arithmetic=runner.arithmetic,
         )
+            expert_share=runner.expert_share,
 
     async def _tick_forever(self) -> None:
         while True:

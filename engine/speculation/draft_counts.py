@@ -190,7 +190,8 @@ class RowTimes:
     """
 
     def __init__(self, calibration: Seq[StepSample]) -> None:
-        base_ms, _, _, self._row_ms, self._context_ms = StepModel(calibration).coefficients
+        times = StepModel(calibration).coefficients
+        self._row_ms, self._context_ms = times.decode_ms, times.context_ms
         self._pace, self._num_observed = 1.0, 0
         self._refresh_at = 1
         self._counts: dict[int, _Count] = {}
@@ -201,7 +202,7 @@ class RowTimes:
                 count.weight += 1.0
                 count.ms += (ms - count.ms) / count.weight
         if not self._counts:
-            self._counts[1] = _Count(base_ms + self._row_ms, 1.0)
+            self._counts[1] = _Count(times.base_ms + self._row_ms, 1.0)
         for count in self._counts.values():
             count.weight = _SEED_WEIGHT
         self._refresh()

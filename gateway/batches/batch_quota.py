@@ -180,4 +180,7 @@ def _places_by_step(worker: WorkerView, max_step_ms: float) -> int:
     each_ms = times.decode_ms + times.context_ms * context
     if each_ms <= 0.0:
         return num
-    return max(1, min(num, int((max_step_ms - times.base_ms) / each_ms)))
+    if not times.experts_ms:
+        return max(1, min(num, int((max_step_ms - times.base_ms) / each_ms)))
+    fitting = [n for n in range(1, num + 1) if times.base_ms + n * each_ms + times.experts_of(n) <= max_step_ms]
+    return max(fitting, default=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from disagg.proto.messages import StepCoefficients
+from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
 from disagg.router.config import Decodes, is_decodes
 from disagg.router.telemetry.recent_load import Arrival, Capacity, Load, check_marks
 from disagg.v1 import inference_pb2 as pb
@@ -51,7 +51,8 @@ def encode_arrival(arrival: Arrival) -> pb.RecentRequest:
 
 def encode_capacity(capacity: Capacity) -> pb.WorkerCapacity:
     """The message of one worker."""
-    return pb.WorkerCapacity(**_written(capacity, _CAPACITY), **capacity.steps._asdict())
+    windows = [pb.WindowKv(window=each.window, bytes_per_token=each.bytes_per_token) for each in capacity.windows]
+    return pb.WorkerCapacity(**_written(capacity, _CAPACITY), **capacity.steps._asdict(), kv_windows=windows)
 
 
 def decode(response: pb.GetLoadResponse) -> Load:
@@ -59,7 +60,7 @@ def decode(response: pb.GetLoadResponse) -> Load:
     arrivals = [Arrival(**_read(request, _ARRIVAL)) for request in response.requests]
     for arrival in arrivals:
         check_marks(arrival)
-    capacities = [Capacity(**_read(worker, _CAPACITY), steps=_steps_of(worker)) for worker in response.workers]
+    capacities = [_capacity_of(worker) for worker in response.workers]
     return Load(
         now_s=response.now_s,
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_s)),
@@ -87,6 +88,15 @@ def _read(message: Any, fields: Fields) -> dict[str, Any]:
         value: Any = getattr(message, written)
         found[name] = tuple(value) if name == "marks" else value
     return found
+
+
+def _capacity_of(worker: pb.WorkerCapacity) -> Capacity:
+    windows = tuple(WindowKv(window=each.window, bytes_per_token=each.bytes_per_token) for each in worker.kv_windows)
+    try:
+        KvLayout.sized(worker.kv_bytes_per_token, windows)
+    except ValueError as error:
+        raise ValueError(f"kv_windows: {error}") from None
+    return Capacity(**_read(worker, _CAPACITY), steps=_steps_of(worker), windows=windows)
 
 
 def _steps_of(worker: pb.WorkerCapacity) -> StepCoefficients:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import StepCoefficients
+from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
 from disagg.router.api import ClusterView, RequestTrace, WorkerView
 from disagg.router.config import Decodes
 from disagg.router.telemetry.prefix_marks import MAX_MARKS, PLACES
@@ -65,6 +65,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     watermark_blocks: int = 0
     scheduling: str = "slack"
     max_itl_ms: float | None = None
+    windows: tuple[WindowKv, ...] = ()
+    """The part of `bytes_per_token` that layers with a window have."""
     steps: StepCoefficients = DEFAULT_COEFFICIENTS
     """The fitted step times; `UNMEASURED` while the worker has none."""
 
@@ -72,6 +74,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     def is_measured(self) -> bool:
         """Whether the step times are known."""
         return self.steps.base_ms > 0
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """Its KV for a replay. Raises `ValueError` for sizes that contradict each other."""
+        return KvLayout.sized(self.bytes_per_token, self.windows)
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -142,6 +149,7 @@ def capacity_of(worker: WorkerView) -> Capacity:
         watermark_blocks=info.watermark_blocks,
         scheduling=info.scheduling,
         max_itl_ms=info.max_itl_ms,
+        windows=info.kv_layout.windows,
         steps=worker.steps or UNMEASURED,
     )
 

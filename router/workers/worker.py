@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import KvLayout, Load, PeerRef, StepCoefficients, WorkerInfo, WorkerReport
+from disagg.proto.messages import KvLayout, Load, PeerRef, StepCoefficients, WorkerInfo, WorkerReport, experts_read
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
 from disagg.step_times.pace import slack_ms, tokens_left
@@ -113,10 +113,13 @@ class Worker:
     decode_ms: float = 0.0
     context_ms: float = 0.0
 
+    experts_ms: float = 0.0
+    expert_share: float = 0.0
+
     # The same for one token of each sequence, see `token_ms`.
     token_base_ms: float = 0.0
     joining_ms: float = 0.0
-    """Milliseconds that a further sequence adds, without its context."""
+    """Milliseconds that a further sequence adds, without its context: with experts, to the sequences that are there."""
     attending_ms: float = 0.0
     """Milliseconds that each token of its context adds."""
 
@@ -142,7 +145,7 @@ class Worker:
     """Number of tokens assigned since the last report, which that report may not include."""
 
     def __post_init__(self) -> None:
-        self.model = StepModel(self.info.calibration)
+        self.model = StepModel(self.info.calibration, self.info.expert_share)
         self.is_measured = bool(self.info.calibration)
         self.update_info(self.info)
 
@@ -188,8 +191,16 @@ class Worker:
     def coefficients(self) -> StepCoefficients:
         """The coefficients of prompts and of one token of each sequence that decodes, as of the latest report. Without
         drafts and forced tokens they are those of a step."""
-        return StepCoefficients(
+        times = StepCoefficients(
             self.token_base_ms, self.prefill_token_ms, self.attended_ms, self.joining_ms, self.attending_ms
+        )
+        if not self.experts_ms:
+            return times
+        rows, tokens = self.load.rows_per_step, self.load.tokens_per_step
+        return times._replace(
+            decode_ms=self.decode_ms * rows / tokens,
+            experts_ms=self.experts_ms / tokens,
+            expert_share=experts_read(self.expert_share, rows),
         )
 
     def note_refused(self, num_blocks: int) -> None:
@@ -246,10 +257,12 @@ class Worker:
             self.num_decodes = num_decodes
             self.around_ms = self.base_ms + num_decodes * self.decode_ms + context * self.context_ms
             self.token_ms = self.token_base_ms + num_decodes * self.joining_ms + context * self.attending_ms
+            if self.experts_ms:
+                self._add_experts(num_decodes, context)
             room = info.token_budget - num_decodes
             self.prompt_room = room if room > 1 else 1
         else:
-            self.around_ms = self.token_ms = self.base_ms
+            self.around_ms = self.token_ms = self.base_ms + self.experts_ms
             self.prompt_room = info.token_budget
         if tokens:
             pairs = assigned.pairs * tokens / assigned.tokens
@@ -276,6 +289,9 @@ class Worker:
     def _find_saved(self, now: float, output_tokens: float) -> tuple[float, float]:
         least_ms, pace_ms, step_ms = math.inf, math.inf, self.token_ms
         base_ms = self.token_base_ms + self.joining_ms
+        if self.experts_ms:
+            times = self.coefficients
+            base_ms = times.base_ms + times.decode_ms + times.experts_of(1)
         for assignment in self.assigned.assignments.values():
             tpot_ms = assignment.tpot_ms
             if tpot_ms == math.inf or assignment.tokens:
@@ -295,13 +311,23 @@ class Worker:
                 pace_ms = tpot_ms
         return now + least_ms / 1e3, pace_ms
 
+    def _add_experts(self, num_decodes: int, context: float) -> None:
+        """Add the experts that steps read: those of a prompt's rows are all, those of decodes bend with their number,
+        so that a further sequence adds less the more there are."""
+        times = self.coefficients
+        read_ms = times.experts_of(num_decodes)
+        self.around_ms += self.experts_ms
+        self.token_ms = times.base_ms + num_decodes * times.decode_ms + context * times.context_ms + read_ms
+        self.joining_ms = times.decode_ms + times.experts_of(num_decodes + 1) - read_ms
+
     def _take_load(self) -> None:
         """Update what follows from the latest report alone."""
         load, info = self.load, self.info
         num_free = (load.blocks_total or info.num_blocks) - load.blocks_active - load.blocks_cached
         self.free_tokens = (max(0, num_free - load.blocks_apart) + load.blocks_copied) * info.block_size
         coefficients = self.model.coefficients
-        self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients
+        self.base_ms, self.prefill_token_ms, self.attended_ms, self.decode_ms, self.context_ms = coefficients[:5]
+        self.experts_ms, self.expert_share = coefficients[5:]
         rows, tokens = load.rows_per_step, load.tokens_per_step
         self.token_base_ms = self.base_ms / tokens
         self.joining_ms, self.attending_ms = self.decode_ms * rows / tokens, self.context_ms * rows / tokens

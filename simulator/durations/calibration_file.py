@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import StepSample
+from disagg.proto.messages import StepSample, WindowKv
 from disagg.simulator.durations.drafts import Drafts
 from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 
@@ -45,6 +45,10 @@ class StepRecording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Date in UTC, as in ISO 8601."""
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Bytes of K and V of one token in all layers; 0 if not recorded."""
+    kv_windows: tuple[WindowKv, ...] = ()
+    """The part of it that layers with a window have."""
+    expert_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of the model's experts that a token chooses; 0 without experts."""
     overheads: Overheads = NO_OVERHEADS
     sharing: Sharing | None = None
     """Slowdown of workers by others on one machine; the samples do not include it. None if not recorded."""

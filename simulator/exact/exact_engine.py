@@ -66,6 +66,7 @@ def register(
         watermark_blocks=config.watermark_blocks(runner.num_blocks),
         scheduling=config.scheduling,
         max_itl_ms=config.max_itl_ms,
+        expert_share=runner.expert_share,
     )
 
 

@@ -40,12 +40,14 @@ class TimedRunner(ModelRunner):
         block_size: int,
         max_model_len: int,
         window_blocks: tuple[int, ...] = (),
+        expert_share: float = 0.0,
     ) -> None:
         self._times = times
         self._answers = answers
         self.layout = layout
         self.num_blocks = num_blocks
         self.window_blocks = window_blocks
+        self.expert_share = expert_share
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE

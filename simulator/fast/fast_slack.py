@@ -19,7 +19,7 @@ class FastSlack:
     """Scheduling `slack` of one fast worker. Owner: the fast engine."""
 
     def __init__(self, config: WorkerConfig, info: WorkerInfo) -> None:
-        self.slack: Slack[FastSequence] = Slack(info.calibration, config.max_itl_ms, info.block_size)
+        self.slack: Slack[FastSequence] = Slack(info.calibration, config.max_itl_ms, info.block_size, info.expert_share)
         self._block_size = info.block_size
         self._now = 0.0
         self._budget = StepBudget(math.inf, math.inf, math.inf)

@@ -15,7 +15,6 @@ from disagg.engine.config import Scheduling, WorkerConfig
 from disagg.loadtests.verdict.goodput import Slo, meets
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import KvLayout
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.telemetry.prefix_marks import PLACES
 from disagg.router.telemetry.recent_load import Arrival, Capacity, Load
@@ -57,13 +56,7 @@ def spec_of(load: Load, decodes: Decodes) -> ClusterSpec:
     workers = load.workers
     return ClusterSpec(
         pools=[_pool(number, worker) for number, worker in enumerate(workers)],
-        kv_layout=KvLayout.dense(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            dtype="simulated",
-            bytes_per_token=max(worker.bytes_per_token for worker in workers),
-        ),
+        kv_layout=max(workers, key=lambda worker: worker.bytes_per_token).kv_layout,
         max_model_len=longest_of(workers),
         router=RouterConfig(policy="elastic", decodes=decodes, admission=load.admission, max_queued=_MOST_QUEUED),
         link=LinkTimes(bandwidth_bytes_per_s=1.0 / max(_LEAST_BYTE_S, load.link_byte_s), latency_s=load.link_latency_s),
@@ -139,6 +132,7 @@ def _pool(number: int, worker: Capacity) -> PoolSpec:
         ),
         num_blocks=worker.num_blocks,
         times=LinearSteps(**worker.steps._asdict()),
+        expert_share=worker.steps.expert_share,
     )
 
 

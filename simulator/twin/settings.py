@@ -51,8 +51,9 @@ def decode_share(arrivals: Iterable[Arrival], steps: StepCoefficients) -> float:
         num_new = max(0, each.prompt_tokens - num_cached)
         prompts_ms += num_new * (steps.prefill_token_ms + (each.prompt_tokens + num_cached) / 2 * steps.attended_ms)
         joining_ms = steps.decode_ms + (each.prompt_tokens + each.output_tokens / 2) * steps.context_ms
-        step_ms = max(steps.base_ms + joining_ms, (each.tpot_s or 0.0) * 1e3)
-        answers_ms += each.output_tokens * step_ms / max(1.0, (step_ms - steps.base_ms) / max(1e-6, joining_ms))
+        base_ms = steps.base_ms + steps.experts_ms  # a batch as large as the target allows reads all experts
+        step_ms = max(base_ms + joining_ms, (each.tpot_s or 0.0) * 1e3)
+        answers_ms += each.output_tokens * step_ms / max(1.0, (step_ms - base_ms) / max(1e-6, joining_ms))
     return answers_ms / max(1e-6, prompts_ms + answers_ms)
 
 

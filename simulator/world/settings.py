@@ -33,6 +33,8 @@ class PoolSpec:
     num_blocks: int
     """Number of KV blocks of each worker."""
     times: StepTimes
+    expert_share: float = 0.0
+    """The same as `WorkerInfo.expert_share`."""
     cold_start_s: float = 0.0
     """Seconds from the start of a worker to its first request. The workers of the beginning have started already."""
 

@@ -1,6 +1,7 @@
 """The durations of a simulation, as a file gives them.
 
-    kv_bytes_per_token: 46080
+    kv_bytes_per_token: 46080                             of all layers
+    kv_windows: [{window: 512, bytes_per_token: 38400}]   of them those with a window
     step: {base_ms: 5.0, prefill_token_ms: 0.4, attended_ms: 1.0e-4, decode_ms: 0.5, context_ms: 1.0e-3}
     pools: {decode: {base_ms: ...}}                       where they differ
     link: {bandwidth_bytes_per_s: 1.0e+10, latency_s: 1.0e-4}
@@ -9,16 +10,21 @@
     cold_start_s: 30
     drafts: {tokens_per_step: 1.8, rows_per_step: 3.5}    of workers with speculation, see `durations/drafts.py`
 
+A step of a model with experts has `experts_ms`, the time to read all of them, and `expert_share`, the share of them
+that a token chooses.
+
 A recording of steps (`format: disagg-step-times`) can be used, too: its steps are fitted, see
 `simulator/durations/fitted.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from disagg.proto.messages import KvLayout, WindowKv, experts_read
 from disagg.simulator.durations.calibration_file import FORMAT, StepRecording, check_samples
 from disagg.simulator.durations.drafts import DraftedSteps, Drafts
 from disagg.simulator.durations.fitted import MIN_SAMPLES, fit
@@ -27,26 +33,33 @@ from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.step_times.interface import LinkTimes, StepTimes, StepWork
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class LinearSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step time that is linear in the work; see `StepTimes`. Counts as in `proto.messages.StepSample`."""
+    """A step time that is linear in the work, and in the experts that it reads; see `StepTimes`. Counts as in
+    `proto.messages.StepSample`, times as in `StepCoefficients`."""
 
     base_ms: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     prefill_token_ms: Milliseconds
     attended_ms: Milliseconds = 0.0
     decode_ms: Milliseconds
     context_ms: Milliseconds = 0.0
+    experts_ms: Milliseconds = 0.0
+    expert_share: Share = 0.0
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one engine step."""
-        return (
+        ms = (
             self.base_ms
             + work.prefill_tokens * self.prefill_token_ms
             + work.prefill_attended * self.attended_ms
             + work.num_decodes * self.decode_ms
             + work.decode_context * self.context_ms
-        ) / 1e3
+        )
+        if self.experts_ms:
+            ms += self.experts_ms * experts_read(self.expert_share, work.prefill_tokens + work.num_decodes)
+        return ms / 1e3
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +70,7 @@ class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: LinearSteps
     kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
+    kv_windows: tuple[WindowKv, ...] = ()
     pools: dict[str, LinearSteps] = {}
     link: _Link | None = None
     overheads: Overheads = NO_OVERHEADS
@@ -70,7 +84,7 @@ class Timing(NamedTuple):
 
     step: StepTimes
     pools: dict[str, LinearSteps]
-    kv_bytes_per_token: int
+    kv_layout: KvLayout
     link: LinkTimes
     overheads: Overheads
     cold_start_s: float
@@ -102,7 +116,7 @@ def read_timing(raw: Any) -> Timing:
     return Timing(
         file.step,
         file.pools,
-        file.kv_bytes_per_token,
+        _layout(file.kv_bytes_per_token, file.kv_windows),
         link,
         file.overheads,
         file.cold_start_s,
@@ -111,11 +125,19 @@ def read_timing(raw: Any) -> Timing:
     )
 
 
+def _layout(bytes_per_token: int, windows: Sequence[WindowKv]) -> KvLayout:
+    try:
+        return KvLayout.sized(bytes_per_token, windows)
+    except ValueError as error:
+        raise ValueError(f"kv_windows: {error}") from None
+
+
 def _of_recording(recording: StepRecording) -> Timing:
     check_samples(recording.samples, "recording")
     if len(recording.samples) < MIN_SAMPLES:
         raise ValueError(f"samples: {len(recording.samples)} steps are too few; {MIN_SAMPLES} are needed")
     if recording.kv_bytes_per_token < 1:
         raise ValueError("kv_bytes_per_token: expected at least 1")
-    step, per_token = fit(recording.samples), recording.kv_bytes_per_token
-    return Timing(step, {}, per_token, DEFAULT_LINK, recording.overheads, 0.0, recording.sharing, recording.drafts)
+    step = fit(recording.samples, expert_share=recording.expert_share)
+    layout = _layout(recording.kv_bytes_per_token, recording.kv_windows)
+    return Timing(step, {}, layout, DEFAULT_LINK, recording.overheads, 0.0, recording.sharing, recording.drafts)

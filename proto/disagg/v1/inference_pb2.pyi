@@ -784,7 +784,7 @@ class RecentRequest(_message.Message):
     def __init__(self, arrival_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., is_complete: bool = ..., max_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tpot_slo_s: _Optional[float] = ..., prefix_marks: _Optional[_Iterable[int]] = ..., met_targets: bool = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "kv_blocks", "block_size", "max_num_seqs", "token_budget", "max_model_len", "kv_bytes_per_token", "decode_reserve_tokens", "watermark_blocks", "scheduling", "max_itl_ms", "base_ms", "prefill_token_ms", "attended_ms", "decode_ms", "context_ms")
+    __slots__ = ("worker_id", "kv_blocks", "block_size", "max_num_seqs", "token_budget", "max_model_len", "kv_bytes_per_token", "decode_reserve_tokens", "watermark_blocks", "scheduling", "max_itl_ms", "base_ms", "prefill_token_ms", "attended_ms", "decode_ms", "context_ms", "kv_windows", "experts_ms", "expert_share")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -801,6 +801,9 @@ class WorkerCapacity(_message.Message):
     ATTENDED_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_SHARE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     kv_blocks: int
     block_size: int
@@ -817,7 +820,18 @@ class WorkerCapacity(_message.Message):
     attended_ms: float
     decode_ms: float
     context_ms: float
-    def __init__(self, worker_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., scheduling: _Optional[str] = ..., max_itl_ms: _Optional[float] = ..., base_ms: _Optional[float] = ..., prefill_token_ms: _Optional[float] = ..., attended_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., context_ms: _Optional[float] = ...) -> None: ...
+    kv_windows: _containers.RepeatedCompositeFieldContainer[WindowKv]
+    experts_ms: float
+    expert_share: float
+    def __init__(self, worker_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., scheduling: _Optional[str] = ..., max_itl_ms: _Optional[float] = ..., base_ms: _Optional[float] = ..., prefill_token_ms: _Optional[float] = ..., attended_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., context_ms: _Optional[float] = ..., kv_windows: _Optional[_Iterable[_Union[WindowKv, _Mapping]]] = ..., experts_ms: _Optional[float] = ..., expert_share: _Optional[float] = ...) -> None: ...
+
+class WindowKv(_message.Message):
+    __slots__ = ("window", "bytes_per_token")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    bytes_per_token: int
+    def __init__(self, window: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class SetDecodesRequest(_message.Message):
     __slots__ = ("decodes", "comparison")

@@ -207,7 +207,7 @@ def _target_notes(workers: Sequence[WorkerInfo], config: ClusterConfig) -> list[
     notes = []
     for model, alone in models_of(config).items():
         steps = {
-            info.worker_id: StepModel(info.calibration).coefficients
+            info.worker_id: StepModel(info.calibration, info.expert_share).coefficients
             for info in workers
             if "decode" in info.roles and info.calibration and model_of(info.worker_id) == model
         }

@@ -34,8 +34,7 @@ def decode(true: StepCoefficients, num_decodes: int, context: int, factor: float
 def step(
     true: StepCoefficients, tokens: int, attended: int, decodes: int, context: int, factor: float = 1.0
 ) -> StepSample:
-    ms = sum(c * x for c, x in zip(true, (1, tokens, attended, decodes, context), strict=True))
-    return StepSample(ms * factor, tokens, attended, decodes, context)
+    return StepSample(true.ms_of(tokens, attended, decodes, context) * factor, tokens, attended, decodes, context)
 
 
 def calibration_of(true: StepCoefficients) -> list[StepSample]:
@@ -69,8 +68,7 @@ def test_the_first_long_prompts_correct_what_short_ones_could_not_show() -> None
         assert model.coefficients.base_ms >= 0
     for number in range(3):
         model.observe(prefill(true, 512, 512 * (4 + number)))
-    base, token, pair, _, _ = model.coefficients
-    assert base + 512 * token + pairs(3584, 512) * pair == pytest.approx(30.0, rel=0.2)
+    assert model.coefficients.ms_of(512, pairs(3584, 512), 0, 0) == pytest.approx(30.0, rel=0.2)
 
 
 def test_one_step_that_took_long_is_no_reason_to_fit_again() -> None:
@@ -90,14 +88,7 @@ def feed(model: StepModel, samples: Iterable[StepSample]) -> None:
 
 
 def predict(model: StepModel, sample: StepSample) -> float:
-    base_ms, prefill_token_ms, attended_ms, decode_ms, context_ms = model.coefficients
-    return (
-        base_ms
-        + sample.prefill_tokens * prefill_token_ms
-        + sample.prefill_attended * attended_ms
-        + sample.num_decodes * decode_ms
-        + sample.decode_context * context_ms
-    )
+    return model.coefficients.step_ms(sample)
 
 
 PROBES = ((16, 0, 0, 0), (512, pairs(0, 512), 0, 0), (128, pairs(1024, 128), 0, 0), (0, 0, 1, 100), (0, 0, 32, 16_000))
@@ -293,3 +284,45 @@ class TestChangesOfPace:
         for sample in traffic(at_pace(20.0), 40, seed=3):
             model.observe(sample)
         assert largest_error(model, at_pace(20.0)) < 0.15
+
+
+# ---------------------------------------------------------------- experts
+
+EXPERTS = StepCoefficients(5.0, 0.05, 1e-6, 0.1, 1e-5, experts_ms=40.0, expert_share=8 / 128)
+"""A model with 128 experts, of which a token chooses 8: from 1 to 16 rows most of the time is for reading them."""
+
+
+def of_rows(num_rows: int) -> StepSample:
+    return decode(EXPERTS, num_rows, num_rows * 300)
+
+
+def furthest_off(model: StepModel) -> float:
+    """Over batches from one sequence to all experts."""
+    samples = [of_rows(num_rows) for num_rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    return max(abs(predict(model, sample) / sample.ms - 1.0) for sample in samples)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_steps_of_experts_bend_with_their_rows(noise: float) -> None:
+    steps = list(traffic(EXPERTS, 600, noise=noise))
+    linear, model = StepModel(calibration_of(EXPERTS)), StepModel(calibration_of(EXPERTS), 8 / 128)
+    assert furthest_off(model) < 0.02  # by the calibration alone
+    for fitted in (linear, model):
+        feed(fitted, steps)
+    assert furthest_off(linear) > 0.1
+    assert furthest_off(model) < 0.02
+    assert model.coefficients.expert_share == 8 / 128
+
+
+def test_one_row_reads_its_share_of_the_experts_and_many_all_of_them() -> None:
+    assert EXPERTS.ms_of(0, 0, 1, 0) == pytest.approx(5.1 + 40.0 / 16)
+    assert EXPERTS.ms_of(1, 1, 1, 0) == pytest.approx(5.15 + 1e-6 + 40.0 * (1 - (15 / 16) ** 2))
+    assert EXPERTS.ms_of(1000, 0, 0, 0) == pytest.approx(55.0 + 40.0)
+    assert EXPERTS.step_ms(StepSample(0.0, 2, 3, 4, 100)) == EXPERTS.ms_of(2, 3, 4, 100)
+
+
+def test_a_pace_of_a_model_with_experts_is_that_of_all_terms() -> None:
+    model = StepModel(calibration_of(EXPERTS), 8 / 128)
+    slow = EXPERTS._replace(**{name: 2.0 * value for name, value in EXPERTS._asdict().items() if name.endswith("_ms")})
+    feed(model, traffic(slow, 200, noise=0.0))
+    assert abs(predict(model, of_rows(4)) / (2.0 * of_rows(4).ms) - 1.0) < 0.02

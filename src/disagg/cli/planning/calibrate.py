@@ -126,11 +126,11 @@ def _round(
     return len(plans)
 
 
-def print_fits(console: Console, samples: Sequence[StepSample]) -> None:
+def print_fits(console: Console, samples: Sequence[StepSample], expert_share: float) -> None:
     """Print the errors of both fits, for these steps and for steps that were held out."""
     shown = table("fit", "mean>", "median>", "p90>", "worst>", "held out: mean>", "median>", "p90>", "worst>")
     for name, make in FITS.items():
-        seen, unseen = error_of(make(samples), samples), held_out_error(make, samples)
+        seen, unseen = error_of(make(samples, expert_share), samples), held_out_error(make, samples, expert_share)
         shown.add_row(
             name,
             *(
@@ -166,10 +166,12 @@ def run_calibrate(
         machine=machine_name(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         kv_bytes_per_token=runner.layout.bytes_per_token,
+        kv_windows=runner.layout.windows,
+        expert_share=runner.expert_share,
         samples=samples,
     )
     out.write_bytes(encode_recording(recording))
-    print_fits(console, samples)
+    print_fits(console, samples, recording.expert_share)
     say(f"written to {out}; next: {command(f'plan --step-times {out} --device cpu-core --model {name} ...')}")
 
 
@@ -195,13 +197,15 @@ def run_recorded(files: Sequence[Path], model: str | None, out: Path, console: C
         machine=machine_name(),
         date=datetime.datetime.fromtimestamp(epoch_s, datetime.UTC).isoformat(timespec="seconds"),
         kv_bytes_per_token=layout.bytes_per_token,
+        kv_windows=layout.windows,
+        expert_share=infos[0].expert_share,
         overheads=overheads,
         sharing=sharing,
         drafts=drafts,
         samples=samples,
     )
     out.write_bytes(encode_recording(recording))
-    print_fits(console, samples)
+    print_fits(console, samples, recording.expert_share)
     found_s = table("per", "ms>")
     for part in (overheads, *([sharing] if sharing is not None else [])):
         for name, value in msgspec.structs.asdict(part).items():

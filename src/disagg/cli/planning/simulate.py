@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, load_config, override
 from disagg.cluster.control.plan import router_config, worker_config
 from disagg.cluster.system.provenance import commit
+from disagg.engine.cache_groups import PoolLimits, most_blocks, window_pools
 from disagg.engine.config import device_defaults, resolved_speculation
 from disagg.loadtests.campaign.report import command_line, print_run, run_summary, write_html, write_json
 from disagg.loadtests.records import RequestRecord, to_line
@@ -24,7 +26,6 @@ from disagg.loadtests.verdict.plots import Chart, Series, check_installed
 from disagg.loadtests.verdict.report import is_met
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import KvLayout
 from disagg.simulator.cluster import Result, Sample, SimulatedCluster
 from disagg.simulator.world.phases import PlannedLoad, load_of_phases, load_of_scenario, make_phases
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
@@ -104,8 +105,13 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
     for name, pool in active_pools(config):
         worker = worker_config(config, name, 0, "fake", range(1024))
         speculation = resolved_speculation(pool.speculation, pool.device, is_fake=False)
-        block_bytes = timing.kv_bytes_per_token * worker.block_size
-        num_blocks = pool.num_blocks or _cache_bytes(name, pool) * pool.tp // block_bytes
+        limits = PoolLimits(worker.num_places, worker.token_budget)
+        group_bytes = tuple(group.bytes_per_token * worker.block_size for group in timing.kv_layout.groups)
+        pools_of_one = (1, *window_pools(timing.kv_layout, 1, worker.block_size, limits))
+        block_bytes = sum(map(mul, pools_of_one, group_bytes))
+        num_blocks = pool.num_blocks or most_blocks(
+            timing.kv_layout, worker.block_size, limits, _cache_bytes(name, pool) * pool.tp, group_bytes
+        )
         if num_blocks < 1:
             raise ConfigError(
                 f"pools.{name}.kv_cache_bytes: {_cache_bytes(name, pool)} bytes hold no block of {worker.block_size} "
@@ -122,12 +128,9 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
             )
         )
     longest = min(pool.num_blocks * pool.worker.block_size for pool in pools)
-    layout = KvLayout.dense(
-        num_layers=1, num_kv_heads=1, head_dim=1, dtype="simulated", bytes_per_token=timing.kv_bytes_per_token
-    )
     return ClusterSpec(
         pools=pools,
-        kv_layout=layout,
+        kv_layout=timing.kv_layout,
         max_model_len=min(longest, config.model.max_model_len or longest),
         router=router_config(config),
         link=timing.link,

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from disagg.engine.commands import Add, Event
 from disagg.engine.config import Scheduling
 from disagg.engine.core.scheduler import Scheduler
-from disagg.engine.core.slack import STARVED_STEPS, Slack
+from disagg.engine.core.slack import STARVED_STEPS, Decode, Slack
 from disagg.engine.request import Sequence
-from disagg.proto.messages import StepSample, Targets
+from disagg.proto.messages import StepSample, Targets, experts_read
 from tests.support.engine import (
     assert_idle,
     end_of,
@@ -318,3 +319,27 @@ def test_targets_that_cannot_be_end_the_attempt(targets: Targets) -> None:
     ended = end_of(core.handle(Add(make_spec("a", make_prompt(10), targets=targets)), 0.0), "a")
     assert (ended.reason, ended.detail) == ("failed", "targets are not finite and at least 0")
     assert_idle(core)
+
+
+class TestExperts:
+    """Beside all of the above, 32 ms to read all experts, of which a row chooses a quarter."""
+
+    SHARE = 0.25
+
+    def slack(self, max_itl_ms: float | None = None) -> Slack[Sequence]:
+        steps = [
+            structs.replace(each, ms=each.ms + 32.0 * experts_read(self.SHARE, each.prefill_tokens + each.num_decodes))
+            for each in samples()
+        ]
+        return Slack(steps, max_itl_ms, 16, self.SHARE)
+
+    def test_a_step_takes_what_its_rows_read(self) -> None:
+        slack = self.slack(max_itl_ms=60.0)
+        decodes = [Decode(make_sequence(make_spec("a", make_prompt(16))), 1, 17) for _ in range(2)]
+        budget = slack.step_budget(decodes, 0.0)
+        assert budget.step_ms == pytest.approx(5.0 + 2 * 1.0 + 32.0 * (1 - 0.75**2), rel=1e-3)
+        # A prompt in the same step reads the other experts, too.
+        assert budget.most_ms == pytest.approx(60.0 - (5.0 + 2 * 1.0 + 32.0), rel=1e-3)
+
+    def test_a_prompt_alone_reads_all_of_them(self) -> None:
+        assert self.slack().step_budget([], 0.0).step_ms == pytest.approx(5.0 + 32.0, rel=1e-3)

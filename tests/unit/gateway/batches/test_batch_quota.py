@@ -92,6 +92,15 @@ def test_lines_start_as_far_as_steps_stay_short(
     assert quota_of(_view(num_running, blocks), 0, 0.1, 1000, bounds=bounds).num_answers == expected
 
 
+def test_lines_of_a_model_with_experts_start_as_far_as_their_reads_leave_time() -> None:
+    """Steps of up to 16 ms: 5, for each sequence 0.5 + 0.256, and 8 times the share of experts that they read, by which
+    five take 14.9 ms and six 16.1."""
+    steps = TIMES._replace(experts_ms=8.0, expert_share=0.25)
+    (worker,) = _view().workers
+    view = dataclasses.replace(_view(), workers=(dataclasses.replace(worker, steps=steps),))
+    assert quota_of(view, 0, 0.1, 1000, bounds=StepBounds(decode_ms=16.0)).num_answers == 5
+
+
 @pytest.mark.parametrize(
     ("background", "prefill_ms", "expected"),
     [

@@ -7,10 +7,10 @@ import pytest
 from disagg.gateway.operators.admin_answers import placement_facts
 from disagg.gateway.operators.load_codec import decode, encode_arrival
 from disagg.proto.ids import BlockHash, RequestId
+from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
 from disagg.proto.messages import Load as WorkerLoad
-from disagg.proto.messages import StepCoefficients
 from disagg.router.api import ClusterView, PlacementView, RequestTrace, WorkerView
-from disagg.router.telemetry.recent_load import arrival_of, load_of
+from disagg.router.telemetry.recent_load import arrival_of, capacity_of, load_of
 from disagg.v1 import inference_pb2 as pb
 from tests.support.router import worker_info
 
@@ -73,7 +73,23 @@ def test_a_policy_without_the_setting_has_none() -> None:
     assert decode(pb.GetLoadResponse(policy="joint")).decodes is None
 
 
+def test_windows_and_experts_are_read_as_they_are_written() -> None:
+    layout = KvLayout.sized(1000, [WindowKv(window=512, bytes_per_token=900)])
+    steps = STEPS._replace(experts_ms=4.0, expert_share=0.25)
+    worker = WorkerView(worker_info("w0", kv_layout=layout), WorkerLoad(), steps=steps)
+    view = ClusterView((worker,), 0, 0, placement=VIEW.placement)
+    (found,) = decode(placement_facts(view)).workers
+    assert found == capacity_of(worker)
+    assert (found.kv_layout, found.steps) == (layout, steps)
+
+
 def test_what_cannot_be_is_refused_by_its_field() -> None:
+    for window, num_bytes in ((0, 1), (512, 0), (512, 8)):
+        worker = pb.WorkerCapacity(
+            kv_bytes_per_token=8, kv_windows=[pb.WindowKv(window=window, bytes_per_token=num_bytes)], base_ms=1.0
+        )
+        with pytest.raises(ValueError, match=r"^kv_windows: "):
+            decode(pb.GetLoadResponse(workers=[worker]))
     with pytest.raises(ValueError, match=r"^prefix_marks: 3 are too many for a prompt of 40 tokens$"):
         decode(pb.GetLoadResponse(requests=[pb.RecentRequest(prompt_tokens=40, prefix_marks=[1, 2, 3])]))
     with pytest.raises(ValueError, match=r"^decodes: the gateway has 'scatter'"):

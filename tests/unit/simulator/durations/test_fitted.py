@@ -70,6 +70,27 @@ def test_a_bend_in_the_batch_needs_the_piecewise_fit() -> None:
     assert isinstance(fit(recorded, "linear"), LinearStepTimes)
 
 
+def expert_ms(tokens: int, attended: int, decodes: int, context: int) -> float:
+    """Most of a step is reading the experts, of 128 of which a row chooses 8."""
+    rows = tokens + decodes
+    return 5.0 + 0.05 * rows + 40.0 * (1 - (15 / 16) ** rows) + 1e-6 * attended + 1e-5 * context
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_both_fits_know_the_experts_that_a_step_reads(name: str) -> None:
+    recorded = samples(expert_ms)
+    known, unknown = FITS[name](recorded, 1 / 16), FITS[name](recorded)
+    between = [StepSample(expert_ms(0, 0, n, n * 100), 0, 0, n, n * 100) for n in (5, 7, 10, 14, 20, 28)]
+    assert error_of(known, between).worst < 0.005
+    assert error_of(unknown, between).worst > 5 * error_of(known, between).worst
+
+
+def test_the_router_s_fit_misses_experts_that_it_does_not_know_of() -> None:
+    recorded = samples(expert_ms)
+    assert held_out_error(LinearStepTimes, recorded).worst > 0.1
+    assert held_out_error(LinearStepTimes, recorded, 1 / 16).worst < 0.02
+
+
 def test_more_work_never_takes_less_time() -> None:
     noisy = [msgspec.structs.replace(s, ms=s.ms * (1.1 if i % 3 else 0.9)) for i, s in enumerate(samples(bent_ms))]
     for make in FITS.values():
@@ -108,7 +129,7 @@ RECORDING = StepRecording(
 def test_a_recording_survives_its_file() -> None:
     content = encode_recording(RECORDING)
     assert decode_recording(content, "steps.json") == RECORDING
-    assert content.decode().count("\n") == 21  # one line a field, one a step
+    assert content.decode().count("\n") == 23  # one line a field, one a step
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.workload import PromptPart
-from disagg.proto.messages import StepCoefficients
+from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
 from disagg.simulator.twin.replay import parts_of, replay, requests_of, spec_of
+from disagg.step_times.interface import StepWork
 from tests.support.twins import WORKERS, arrival, evenly, load
 
 STEPS = StepCoefficients(5.0, 0.4, 1e-4, 0.5, 1e-3)
@@ -48,6 +50,23 @@ def test_a_higher_rate_is_the_same_requests_sooner() -> None:
 def test_what_no_worker_could_hold_is_cut() -> None:
     found = requests_of([arrival(0.0, prompt_tokens=5000, most_output_tokens=500)], WORKERS, 1.0)
     assert found[0].outlined.num_prompt_tokens + found[0].outlined.max_tokens == 4096
+
+
+def test_windows_and_experts_are_those_of_the_workers() -> None:
+    window = WindowKv(window=512, bytes_per_token=900)
+    steps = STEPS._replace(experts_ms=4.0, expert_share=0.25)
+    worker = msgspec.structs.replace(WORKERS[0], windows=(window,), steps=steps)
+    spec = spec_of(load([], 0.0, workers=[worker]), "spread")
+    assert spec.kv_layout == KvLayout.sized(1000, [window])
+    (pool,) = spec.pools
+    assert pool.expert_share == 0.25
+    assert pool.times.step_s(StepWork(0, 0, 2, 0)) * 1e3 == pytest.approx(5.0 + 2 * 0.5 + 4.0 * 0.4375)
+    arrivals = evenly(3, prompt_tokens=700)
+    assert replay(load(arrivals, 3.0, workers=[worker, worker]), arrivals, 0, "spread", 1.0) == [
+        (0, True),
+        (1, True),
+        (2, True),
+    ]
 
 
 def test_each_worker_has_its_own_step_times() -> None:

@@ -52,4 +52,4 @@ def test_no_more_settings_than_said_are_compared() -> None:
 
 def test_unequal_workers_count_by_their_mean() -> None:
     other = StepCoefficients(base_ms=7.0, prefill_token_ms=0.2, attended_ms=0.0, decode_ms=1.5, context_ms=2.0)
-    assert mean_steps([STEPS, other]) == pytest.approx((6.0, 0.3, 0.0, 1.0, 1.0))
+    assert mean_steps([STEPS, other]) == pytest.approx((6.0, 0.3, 0.0, 1.0, 1.0, 0.0, 0.0))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from disagg.proto.messages import KvLayout
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.simulator.world.timing import read_timing
@@ -63,9 +64,19 @@ def test_a_recording_of_steps_is_fitted() -> None:
     samples = [[5.0 + 0.4 * n, n, n * (n + 1) // 2, 0, 0] for n in (16, 64, 128, 256, 512)]
     samples += [[5.0 + 0.5 * n, 0, 0, n, 300 * n] for n in (1, 8, 32, 64)]
     timing = read_timing({**RECORDED, "samples": samples})
-    assert timing.kv_bytes_per_token == 64
+    assert timing.kv_layout == KvLayout.sized(64)
     assert timing.step.step_s(StepWork(300, 45_150, 0, 0)) == pytest.approx(0.125, rel=0.03)
     assert timing.step.step_s(StepWork(0, 0, 16, 4800)) == pytest.approx(0.013, rel=0.03)
+
+
+def test_windows_and_experts() -> None:
+    """4 ms to read all experts, of which a row chooses a quarter."""
+    windows = [{"window": 64, "bytes_per_token": 60}]
+    timing = read_timing({**RAW, "kv_windows": windows, "step": {**STEP, "experts_ms": 4, "expert_share": 0.25}})
+    assert [(group.window, group.bytes_per_token) for group in timing.kv_layout.groups] == [(0, 40), (64, 60)]
+    plain = read_timing(RAW).step
+    for work, read in ((StepWork(0, 0, 1, 9), 0.25), (StepWork(1, 1, 1, 9), 0.4375), (StepWork(0, 0, 100, 9), 1.0)):
+        assert timing.step.step_s(work) - plain.step_s(work) == pytest.approx(4e-3 * read)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +94,12 @@ def test_a_recording_of_steps_is_fitted() -> None:
             "rows_per_step: a row gives a token at most; expected at least tokens_per_step, 3, not 2",
         ),
         ({**RAW, "overheads": {"message_s": -1}}, "message_s: expected a time of at least 0"),
+        (
+            {**RAW, "kv_windows": [{"window": 64, "bytes_per_token": 100}]},
+            "kv_windows: 100 bytes a token are no more than those of the windows",
+        ),
+        ({**RAW, "kv_windows": [{"window": 0, "bytes_per_token": 1}]}, "window"),
+        ({**RAW, "step": {**STEP, "expert_share": 1.5}}, "expert_share"),
         ({**RECORDED, "samples": []}, "samples: expected 1 to 100000 steps, not 0"),
         ({**RECORDED, "samples": [[1, 1, 1, 0, 0]] * 7}, "samples: 7 steps are too few"),
         ({**RECORDED, "samples": [[1, 1, 1, 0, 0]] * 8, "kv_bytes_per_token": 0}, "kv_bytes_per_token: expected at l"),
