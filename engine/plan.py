@@ -20,7 +20,7 @@ from disagg.engine.request import Sequence
 from disagg.engine.speculation.proposer import Proposer
 from disagg.proto.errors import InternalError
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import KvLayout, StepSample, TokenLogprobs
+from disagg.proto.messages import BufferSize, KvLayout, StepSample, TokenLogprobs
 
 Buffer = Any
 """Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array of the host, or a uint8 tensor
@@ -207,6 +207,11 @@ class ModelRunner(Protocol):
     warm_up: WarmUp = WarmUp()
     proposer: Proposer | None = None
     """Draft model, where one is configured."""
+
+    @property
+    def buffers(self) -> tuple[BufferSize, ...]:
+        """Large buffers of each rank, see `WorkerInfo.buffers`."""
+        return ()
 
     @property
     def expert_imbalance(self) -> tuple[float, ...]:

@@ -38,6 +38,7 @@ from disagg.engine.rank_messages import (
     encode_step,
 )
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
+from disagg.proto.messages import BufferSize
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
 
@@ -74,6 +75,12 @@ class GroupRunner(ModelRunner):
         self._freed: deque[int] = deque()
         """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
         lock and writes to no connection."""
+
+    @property
+    @override
+    def buffers(self) -> tuple[BufferSize, ...]:
+        """Of this rank; the others have as much."""
+        return self._local.buffers
 
     @property
     @override

@@ -67,7 +67,7 @@ from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import arithmetic, describe, draws_on, set_num_threads
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import BufferSize, KvLayout
 
 logger = logging.getLogger(__name__)
 
@@ -305,6 +305,14 @@ class TorchModelRunner(ShardRunner):
         faults = row_faults(logits_SV, self.vocab_size, token_ids)
         forced = {} if self._masks is None else self._masks.take_forced(sampled, token_ids)
         return StepResult(token_ids, logprobs, faults, forced, prompts)
+
+    @property
+    @override
+    def buffers(self) -> tuple[BufferSize, ...]:
+        """Caches of the model, and the scratch memory of experts, with the sizes that this rank has."""
+        model, config = rank_model(self.model_config, self.shard), self._config
+        scratch = model.scratch_bytes(config.token_budget, self._dtype.itemsize)
+        return (*self._cache.buffers, *([BufferSize("experts", scratch)] if scratch else []))
 
     @property
     @override

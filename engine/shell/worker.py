@@ -49,6 +49,7 @@ from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId, is_pr
 from disagg.proto.messages import (
     AuditReport,
     BlocksSnapshot,
+    BufferSize,
     Cancel,
     CancelMigration,
     Connect,
@@ -281,8 +282,9 @@ class Worker:
             max_itl_ms=config.max_itl_ms,
             start_phases=self.stages.phases,
             arithmetic=runner.arithmetic,
-        )
             expert_share=runner.expert_share,
+            buffers=(*runner.buffers, BufferSize("swap", config.swap_bytes)),
+        )
 
     async def _tick_forever(self) -> None:
         while True:

@@ -244,6 +244,13 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
         [((w.info.worker_id, state), count) for w in view.workers for state, count in kv_blocks(w.load).items()],
     )
     yield gauge(
+        "disagg_worker_buffer_bytes",
+        "Large buffers of each rank of a worker (instance), fixed at its start: kv and kv_window_<tokens> (caches), "
+        "experts (beside their weights), swap (host memory for preempted sequences).",
+        ("instance", "buffer"),
+        [((w.info.worker_id, buffer.name), buffer.num_bytes) for w in view.workers for buffer in w.info.buffers],
+    )
+    yield gauge(
         "disagg_instance_sequences",
         "Sequences on a worker: in its batch (running), waiting for a place or for their KV (waiting), or preempted "
         "with their KV in host memory (suspended).",

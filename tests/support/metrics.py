@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import STEP_SECONDS_BOUNDS, Load, StartPhase, TransferCount, WorkerMetrics
+from disagg.proto.messages import STEP_SECONDS_BOUNDS, BufferSize, Load, StartPhase, TransferCount, WorkerMetrics
 from disagg.router.api import ClusterView, PlacementView, WorkerView
 from disagg.router.statistics import RouterStats, TenantUsage
 from tests.support.router import worker_info
@@ -44,7 +44,11 @@ def busy_view() -> ClusterView:
     stats.tenants["a"] = TenantUsage(Counter(stop=2, cancelled=4), 90, 60, Counter(queued=3))
     stats.tenants["b"] = TenantUsage(Counter(length=1), 10, 10)
     p0 = WorkerView(
-        msgspec.structs.replace(worker_info("p0"), start_phases=(StartPhase("model", 0.5),)),
+        msgspec.structs.replace(
+            worker_info("p0"),
+            start_phases=(StartPhase("model", 0.5),),
+            buffers=(BufferSize("kv", 4096), BufferSize("kv_window_512", 1024), BufferSize("experts", 77)),
+        ),
         Load(num_running=1, blocks_total=100, blocks_active=10),
         False,
         0.5,

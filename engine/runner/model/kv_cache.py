@@ -24,7 +24,7 @@ from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.cpu.memory import HugePages, populate
 from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import CacheGroup, KvLayout
+from disagg.proto.messages import BufferSize, CacheGroup, KvLayout
 
 _ONE = PoolLimits(max_num_seqs=1, token_budget=1)
 
@@ -133,6 +133,14 @@ class KvCache:
     def group_of(self, layer: int) -> int:
         """Number of the cache group of a layer."""
         return self._layers[layer][0]
+
+    @property
+    def buffers(self) -> tuple[BufferSize, ...]:
+        """The tensor of each cache group."""
+        return tuple(
+            BufferSize(f"kv_window_{group.window}" if group.window else "kv", held.numel() * held.element_size())
+            for group, held in zip(self.layout.groups, self._groups_NL2KBD, strict=True)
+        )
 
     @property
     def nbytes(self) -> int:

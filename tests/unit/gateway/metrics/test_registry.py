@@ -141,6 +141,11 @@ def test_experts(samples: Samples) -> None:
     assert found == {"0": 1.25, "1": 2.0}
 
 
+def test_buffers_of_a_rank(samples: Samples) -> None:
+    found = {dict(labels)["buffer"]: count for labels, count in samples["disagg_worker_buffer_bytes"].items()}
+    assert found == {"kv": 4096, "kv_window_512": 1024, "experts": 77}
+
+
 def test_accepted_drafts_by_place_under_the_name_of_vllm(samples: Samples) -> None:
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     counts = [value(samples, name, model_name="tiny", position=str(place)) for place in range(15)]
