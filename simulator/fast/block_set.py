@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash
@@ -51,6 +51,8 @@ class BlockSet:
         """The evictable pieces of `_copies`, in the order in which they were released."""
         self._events: list[tuple[bool, list[BlockHash]]] = []
         """Pairs (whether the blocks were stored, else removed; their hashes), in order."""
+        self.on_evict: Callable[[list[BlockHash]], None] | None = None
+        """Called with the hashes of evicted blocks."""
 
     @property
     def num_available(self) -> int:
@@ -171,6 +173,8 @@ class BlockSet:
                 gone.append(key)
         self.num_cached -= surplus - num_left
         self._announce(False, gone)
+        if self.on_evict is not None:
+            self.on_evict(gone)
 
     def _no_longer_first(self, key: PieceKey, size: int) -> None:
         if key in self._first:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Protocol
 
+from disagg.engine.cache_groups import PoolLimits
 from disagg.engine.config import WorkerConfig
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes, max_cached_tokens
 from disagg.proto.ids import AttemptKey, BlockHash
-from disagg.proto.messages import SequenceSpec, WorkerInfo
+from disagg.proto.messages import KvEvent, SequenceSpec, WorkerInfo
 from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds, num_token_ids, pack_token_ids
 from disagg.simulator.fast.block_set import BlockSet, PieceKey
+from disagg.simulator.fast.fast_windows import FastWindows
 from disagg.simulator.world.prompts import HashRuns
 from disagg.simulator.world.surroundings import Answers
 
@@ -76,11 +78,13 @@ class FastSequence:
         "promised",
         "queue_s",
         "reported_at",
+        "resume_at",
         "sent",
         "sizes",
         "spec",
         "swapped",
         "transfer_began",
+        "window_blocks",
     )
 
     def __init__(self, spec: SequenceSpec, now: float, *, holds: bool) -> None:
@@ -119,6 +123,10 @@ class FastSequence:
         self.own = 0
         """Number of units that it holds besides these."""
         self.promised = 0
+        self.window_blocks = 0
+        """The most blocks that it will have, for which it was promised its windows; 0 without."""
+        self.resume_at: tuple[int, ...] = ()
+        """The numbers of units at which a resume point will be kept."""
         self.num_preemptions = 0
         self.swapped = 0
         """Number of tokens whose KV is in host memory."""
@@ -176,6 +184,12 @@ class FastRoom:
         self._watermark = info.watermark_blocks * self.blocks.per_block
         self._max_model_len = info.max_model_len
         self._decode_reserve_tokens = config.decode_reserve_tokens
+        self.windows: FastWindows | None = None
+        """The windows of a model that has some."""
+        if info.kv_layout.windows:
+            limits = PoolLimits(info.max_num_seqs, info.token_budget)
+            self.windows = FastWindows(info.kv_layout, info.num_blocks, info.block_size, limits)
+            self.blocks.on_evict = self.windows.evicted
         self._num_named = 0
         """Number of names given to parts of answers that no prompt can match."""
 
@@ -185,6 +199,12 @@ class FastRoom:
         blocks, known = self.blocks, _num_tokens(sequence)
         most = max_cached_tokens(known) // HASH_BLOCK_TOKENS if sequence.spec.root_hash else 0
         num_matched, num_cached = blocks.match(sequence.keys, sequence.ends, most)
+        num_found = num_cached
+        if self.windows is not None:
+            if not self.windows.has_room(self._longest(sequence)):
+                return False
+            num_matched = self._resumable(self.windows, sequence, num_matched)
+            num_cached = min(sequence.ends[num_matched - 1], num_found) if num_matched else 0
         matched = sequence.keys[:num_matched]
         num_locked = sequence.ends[num_matched - 1] if num_matched else 0
         room = blocks.num_available - blocks.num_evictable(matched)
@@ -196,6 +216,11 @@ class FastRoom:
         blocks.lock(matched)
         blocks.num_reserved += wanted
         sequence.promised = wanted
+        if self.windows is not None:
+            sequence.window_blocks = self._longest(sequence)
+            self.windows.promise(sequence.window_blocks)
+            end = max_cached_tokens(known) // HASH_BLOCK_TOKENS
+            sequence.resume_at = (end - end % blocks.per_block, num_found if num_found > num_cached else 0)
         sequence.locked, sequence.own = num_matched, 0
         sequence.computed = num_cached * HASH_BLOCK_TOKENS
         if sequence.num_preemptions == 0:
@@ -203,6 +228,47 @@ class FastRoom:
         if sequence.swapped:
             self.extend(sequence, sequence.swapped)
         return True
+
+    def _longest(self, sequence: FastSequence) -> int:
+        """The most blocks of which the sequence can have KV here."""
+        num_tokens = _num_tokens(sequence)
+        if not sequence.holds:
+            num_left = sequence.spec.sampling.max_tokens - sequence.sent
+            num_tokens = min(num_tokens + max(0, num_left), max(self._max_model_len, num_tokens))
+        return self.blocks.units_for(num_tokens) // self.blocks.per_block
+
+    def _resumable(self, windows: FastWindows, sequence: FastSequence, num_matched: int) -> int:
+        """The number of leading keys, of those that are cached, that all groups can use."""
+        if sequence.swapped:  # all that is kept of a window is copied back
+            return num_matched
+        if sequence.phase != "offered":
+            return windows.resumable(sequence.keys, num_matched)
+        per_block = self.blocks.per_block
+        num_blocks = sequence.num_known // HASH_BLOCK_TOKENS // per_block
+        return windows.received_to(sequence.keys, num_matched, num_blocks, per_block)
+
+    def _note_points(self, windows: FastWindows, sequence: FastSequence) -> None:
+        """Note the resume points that the sequence has passed, and the end of a prompt that was received."""
+        per_block = self.blocks.per_block
+        received = sequence.num_given // HASH_BLOCK_TOKENS // per_block * per_block if sequence.is_copy else 0
+        if 0 < received <= sequence.num_locked:
+            windows.note_point(sequence.keys[received - 1], is_announced=False)
+        for end in sequence.resume_at:
+            if 0 < end <= sequence.num_locked:
+                self._note_point(windows, sequence, end)
+        sequence.resume_at = tuple([end for end in sequence.resume_at if end > sequence.num_locked])
+
+    def _note_point(self, windows: FastWindows, sequence: FastSequence, end: int) -> None:
+        """Note that the first `end` units of a sequence can be resumed, if their windows are here."""
+        per_block = self.blocks.per_block
+        num_received = sequence.num_given // HASH_BLOCK_TOKENS // per_block if sequence.is_copy else 0
+        if windows.has_window(end // per_block, num_received):
+            windows.note_point(sequence.keys[end - 1])
+
+    def drain_events(self) -> tuple[KvEvent, ...]:
+        """What routers hear since the last call, in order."""
+        events = self.blocks.drain_events()
+        return events if self.windows is None else events + self.windows.drain_events()
 
     def _num_tokens_to_reserve(self, sequence: FastSequence) -> int:
         known = _num_tokens(sequence)
@@ -235,6 +301,8 @@ class FastRoom:
         self.blocks.publish(sequence.keys[first:last], sequence.sizes[first:last], is_copy=sequence.is_copy)
         sequence.own -= ends[last - 1] - before
         sequence.locked = last
+        if self.windows is not None:
+            self._note_points(self.windows, sequence)
 
     def keep_answer(self, sequence: FastSequence) -> None:
         """Keep the blocks that the answer filled in the prefix cache, because later prompts may match them."""
@@ -256,6 +324,12 @@ class FastRoom:
     def let_go(self, sequence: FastSequence) -> None:
         """Release all blocks that the sequence holds or was promised."""
         blocks = self.blocks
+        if self.windows is not None:
+            end = sequence.num_locked - sequence.num_locked % blocks.per_block
+            if end and end == sequence.computed // HASH_BLOCK_TOKENS // blocks.per_block * blocks.per_block:
+                self._note_point(self.windows, sequence, end)
+            self.windows.take_back(sequence.window_blocks)
+            sequence.window_blocks, sequence.resume_at = 0, ()
         num_locked, is_copy = sequence.locked, sequence.is_copy
         blocks.release(sequence.keys[:num_locked], sequence.sizes[:num_locked], sequence.own, is_copy=is_copy)
         blocks.num_reserved -= sequence.promised

@@ -59,7 +59,7 @@ class FastWorker(FastEngine):
             config.report_interval_s,
             None,
             self.load,
-            self._blocks.drain_events,
+            self._room.drain_events,
             lambda report: world.to_gateway(events.WorkerReported(report)),
         )
 
@@ -123,6 +123,7 @@ class FastWorker(FastEngine):
             "waiting": self._scheduler.num_waiting,
             "preempted": self._scheduler.num_preempted,
             "attended": self._scheduler.attends,
+            "window_blocks": 0 if self._room.windows is None else self._room.windows.num_promised,
         }
         return counts, blocks.check_integrity()
 
