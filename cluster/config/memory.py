@@ -1,4 +1,5 @@
-"""Checks of KV cache sizes: a block fits into each cache, and all caches fit into the machine."""
+"""Sizes of KV caches and of what experts need, as the workers will have them, and checks of them: a block fits into
+each cache, and all caches fit into the machine."""
 
 from __future__ import annotations
 
@@ -8,16 +9,28 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
-from disagg.engine.cache_groups import PoolLimits, model_layout, window_pools
+from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import device_defaults
+from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
+from disagg.proto.messages import KvLayout
 
-_ELEMENT_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+ELEMENT_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+"""Bytes of one number of a dtype."""
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+class GroupPool(NamedTuple):
+    """The cache of one cache group on a rank."""
+
+    window: int
+    """Tokens of its window; 0 where the KV of all tokens is kept."""
+    num_blocks: int
+    num_bytes: int
 
 
 class PoolCache(NamedTuple):
@@ -28,6 +41,10 @@ class PoolCache(NamedTuple):
     model: ModelConfig
     dtype: str
     """Name of the KV's dtype."""
+    activation_bytes: int
+    """Bytes of one number of a hidden state."""
+    weight_bytes: int
+    """Bytes of one number of the experts' weights."""
     draft: ModelConfig | None = None
     """Draft model of the pool, whose KV takes as many blocks."""
 
@@ -52,22 +69,62 @@ class PoolCache(NamedTuple):
         num_blocks = self.pool.num_blocks
         each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
         if each:
-            each += self.model.scratch_bytes(self.pool.tokens_per_step, _ELEMENT_BYTES[self.dtype])
+            each += self.scratch_bytes
         return each * self.pool.tp * self.pool.size
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of each rank that its experts need beside weights and KV."""
+        return self._rank_model.scratch_bytes(self.pool.tokens_per_step, self.activation_bytes)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the weights of each rank's experts."""
+        return self._rank_model.num_expert_weights * self.weight_bytes
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks of the first cache group on each rank; None if the size is measured."""
+        if self.pool.num_blocks is not None or (num_bytes := self.configured_bytes) is None:
+            return self.pool.num_blocks
+        return most_blocks(self._layout, self.pool.tokens_per_block, self._limits, num_bytes, self._block_bytes)
+
+    def groups(self, num_blocks: int) -> tuple[GroupPool, ...]:
+        """The caches of each rank whose first cache group has so many blocks. A draft model's KV is in the first
+        one."""
+        pools = (num_blocks, *window_pools(self._layout, num_blocks, self.pool.tokens_per_block, self._limits))
+        return tuple(
+            GroupPool(group.window, blocks, blocks * each)
+            for group, blocks, each in zip(self._layout.groups, pools, self._block_bytes, strict=True)
+        )
+
     def _bytes_of(self, num_blocks: int) -> int:
-        element_bytes, pool = _ELEMENT_BYTES[self.dtype], self.pool
-        layout = model_layout(self.model, self.dtype, element_bytes)
-        limits = PoolLimits(min(pool.max_num_seqs, pool.tokens_per_step), pool.tokens_per_step)
-        pools = (num_blocks, *window_pools(layout, num_blocks, pool.tokens_per_block, limits))
-        num_bytes = 0
-        for group, blocks in zip(layout.groups, pools, strict=True):
-            held = len(Shard(0, pool.tp).kv_heads(group.num_heads))
-            num_bytes += blocks * pool.tokens_per_block * group.bytes_per_token // group.num_heads * held
+        return sum(group.num_bytes for group in self.groups(num_blocks))
+
+    @property
+    def _rank_model(self) -> ModelConfig:
+        return rank_model(with_whole_experts(self.model) if self.pool.ep else self.model, Shard(0, self.pool.tp))
+
+    @property
+    def _layout(self) -> KvLayout:
+        return model_layout(self.model, self.dtype, ELEMENT_BYTES[self.dtype])
+
+    @property
+    def _limits(self) -> PoolLimits:
+        return PoolLimits(min(self.pool.max_num_seqs, self.pool.tokens_per_step), self.pool.tokens_per_step)
+
+    @property
+    def _block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each cache group, with the heads of a rank."""
+        pool, shard = self.pool, Shard(0, self.pool.tp)
+        first, *others = [
+            pool.tokens_per_block * group.bytes_per_token // group.num_heads * len(shard.kv_heads(group.num_heads))
+            for group in self._layout.groups
+        ]
         if self.draft is not None:
-            draft_bytes = self.draft.kv_head_bytes(element_bytes) * self.draft.num_kv_heads
-            num_bytes += num_blocks * pool.tokens_per_block * draft_bytes
-        return num_bytes
+            draft_bytes = self.draft.kv_head_bytes(ELEMENT_BYTES[self.dtype]) * self.draft.num_kv_heads
+            first += pool.tokens_per_block * draft_bytes
+        return (first, *others)
 
 
 def check_block(cache: PoolCache) -> None:
@@ -98,6 +155,31 @@ def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
         f"{pool_path(largest.name)}.{key}: {_shown(largest.num_bytes)} for {size} worker{'s' if size > 1 else ''}; the "
         f"KV caches of all workers take {_shown(total)}, and this machine has {_shown(memory_bytes)}"
     )
+
+
+def memory_notes(caches: Sequence[PoolCache]) -> tuple[str, ...]:
+    """The memory of each rank, for pools whose model has windows or experts: each pool of blocks, and what experts
+    take."""
+    return tuple(note for cache in caches if (note := _memory_note(cache)))
+
+
+def _memory_note(cache: PoolCache) -> str:
+    parts = []
+    if any(cache.model.windows) and (num_blocks := cache.num_blocks):
+        groups, size = cache.groups(num_blocks), cache.pool.tokens_per_block
+        if len(groups) > 1:
+            parts = [
+                f"KV of {f'the last {group.window}' if group.window else 'all'} tokens in {group.num_blocks} blocks "
+                f"({group.num_blocks * size} tokens, {_in_mib(group.num_bytes)})"
+                for group in groups
+            ]
+    if cache.scratch_bytes:
+        parts.append(f"experts of {_in_mib(cache.expert_bytes)} and {_in_mib(cache.scratch_bytes)} to compute them")
+    return f"{pool_path(cache.name)}: each rank has {', '.join(parts)}" if parts else ""
+
+
+def _in_mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def machine_memory() -> int:

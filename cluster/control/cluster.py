@@ -98,7 +98,7 @@ class Cluster(ABC):
     def notes(self) -> tuple[str, ...]:
         """Notes for the user before it starts that are no warnings."""
         plan = self._plan
-        return (*plan.cores.warnings, *notes_of(plan.config, self._twin_key, len(plan.available)))
+        return (*plan.cores.warnings, *plan.memory, *notes_of(plan.config, self._twin_key, len(plan.available)))
 
     @property
     def _twin_key(self) -> str:

@@ -25,7 +25,7 @@ from disagg.cluster.config.cluster_config import (
     pool_path,
 )
 from disagg.cluster.config.core_layout import CorePlan, plan_cores, with_threads, worker_cores, worker_device
-from disagg.cluster.config.memory import PoolCache, check_block, check_fits
+from disagg.cluster.config.memory import ELEMENT_BYTES, PoolCache, check_block, check_fits, memory_notes
 from disagg.cluster.config.model_pools import with_sizes
 from disagg.cluster.core.gateways import GATEWAY, gateway_names
 from disagg.cluster.core.workers import worker_id
@@ -105,6 +105,8 @@ class ClusterPlan:
     """Meaning of `model.dtype: auto` on its CPUs."""
     memory_bytes: int | None = None
     """Memory of the machine of all workers; None where they may be on several."""
+    memory: tuple[str, ...] = ()
+    """What the ranks of pools keep in memory whose model has windows or experts, one line a pool."""
 
     @property
     def cores(self) -> CorePlan:
@@ -361,14 +363,28 @@ def plan_cluster(
         pools = [(name, pool) for name, pool in active_pools(config) if model_of(name) == key]
         check_ranks(pools, model)
         for name, pool in pools:
-            dtype = "fp8" if options.kv_cache_dtype == "fp8" else resolved_dtype(options, pool.device, cpu_dtype)
-            caches.append(PoolCache(name, pool, model, dtype, _draft_of(name, pool, paths[key])))
+            dtype = resolved_dtype(options, pool.device, cpu_dtype)
+            kv_dtype = "fp8" if options.kv_cache_dtype == "fp8" else dtype
+            weight_dtype = dtype if options.quantization == "none" else "int8"
+            caches.append(
+                PoolCache(
+                    name,
+                    pool,
+                    model,
+                    kv_dtype,
+                    ELEMENT_BYTES[dtype],
+                    ELEMENT_BYTES[weight_dtype],
+                    _draft_of(name, pool, paths[key]),
+                )
+            )
     for cache in caches:
         check_block(cache)
     if memory_bytes is not None:
         check_fits(caches, memory_bytes)
     cores = available_cores() if available is None else available
-    return ClusterPlan(config, paths, cores, cpu_dtype=cpu_dtype, memory_bytes=memory_bytes)
+    return ClusterPlan(
+        config, paths, cores, cpu_dtype=cpu_dtype, memory_bytes=memory_bytes, memory=memory_notes(caches)
+    )
 
 
 def _draft_of(name: PoolName, pool: PoolConfig, model_path: str) -> ModelConfig | None:

@@ -11,7 +11,11 @@ from disagg.cluster.config import memory
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.config.memory import machine_memory
 from disagg.cluster.control.plan import plan_cluster
+from disagg.engine.cache_groups import PoolLimits, model_layout, window_pools
 from disagg.engine.checkpoint.checkpoint import read_model_config
+from disagg.engine.checkpoint.model_config import ExpertsConfig
+from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import make_checkpoint
 
@@ -66,6 +70,45 @@ def test_what_experts_need_beside_weights_counts(tmp_path: Path) -> None:
     caches = {"prefill": {"kv_cache_bytes": GIB}, "decode": {"kv_cache_bytes": GIB}}
     assert refusal(path, {"pools": caches}, 2 * GIB + 2 * needed) == ""
     assert "KV caches of all workers take" in refusal(path, {"pools": caches}, 2 * GIB + 2 * needed - 1)
+
+
+def notes(path: Path, raw: dict[str, Any]) -> tuple[str, ...]:
+    return plan_cluster(parse_config({"model": {"path": str(path)}, **raw}), (0, 1)).memory
+
+
+def test_each_pool_of_windows_is_stated(tmp_path: Path, checkpoint: Path) -> None:
+    """Gemma 3 of four layers, three of them with a window of 16 tokens, on two ranks that have a head each."""
+    path = make_checkpoint("gemma3", tmp_path)
+    pools = {"prefill": {"num_blocks": 100, "tp": 2}, "decode": {"kv_cache_bytes": 1 << 20}}
+    prefill, decode = notes(path, {"pools": pools})
+    model = read_model_config(path)
+    layout = model_layout(model, "bfloat16", 2)
+    full, window = layout.groups
+    (blocks,) = window_pools(layout, 100, 16, PoolLimits(256, 512))
+    sizes = [num * 16 * group.bytes_per_token / 2 / 2**20 for num, group in ((100, full), (blocks, window))]
+    assert prefill == (
+        f"pools.prefill: each rank has KV of all tokens in 100 blocks (1600 tokens, {sizes[0]:.1f} MiB), KV of the "
+        f"last {window.window} tokens in {blocks} blocks ({blocks * 16} tokens, {sizes[1]:.1f} MiB)"
+    )
+    assert decode.startswith("pools.decode: each rank has KV of all tokens in ")
+    assert notes(checkpoint, {}) == ()
+
+
+@pytest.mark.parametrize(("quantization", "num_ranks", "weight_bytes"), [("none", 2, 2), ("int8", 1, 1)])
+def test_what_each_rank_has_of_experts_is_stated(
+    quantization: str, num_ranks: int, weight_bytes: int, tmp_path: Path
+) -> None:
+    path = make_checkpoint("qwen3_moe", tmp_path)
+    raw = {"mode": "colocated", "model": {"path": str(path), "quantization": quantization}}
+    config = parse_config({**raw, "pools": {"colocated": {"tp": num_ranks, "ep": num_ranks > 1}}})
+    (found,) = plan_cluster(config, (0, 1)).memory
+    rank = rank_model(with_whole_experts(read_model_config(path)), Shard(0, num_ranks))
+    experts = [layer.ffn for layer in rank.layers if isinstance(layer.ffn, ExpertsConfig)]
+    weights = sum(3 * rank.hidden_size * len(ffn.held) * ffn.intermediate_size for ffn in experts)
+    assert found == (
+        f"pools.colocated: each rank has experts of {weights * weight_bytes / 2**20:.1f} MiB and "
+        f"{rank.scratch_bytes(512, 2) / 2**20:.1f} MiB to compute them"
+    )
 
 
 def test_what_is_measured_on_a_gpu_and_what_has_no_cache_is_taken(checkpoint: Path) -> None:
