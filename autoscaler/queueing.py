@@ -104,6 +104,9 @@ class WorkerModel:
     """Tokens of one step, including those of decodes."""
     max_num_seqs: int
     kv_tokens: int
+    """Tokens whose KV fits; of a model with windows those that its layers without one keep."""
+    most_sequences: Callable[[int], int] | None = None
+    """How many sequences of so many tokens fit, for a model with windows; None where `kv_tokens` says it."""
     _seen: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False, repr=False)
     """Computed times in seconds, kept for further calls."""
 
@@ -317,6 +320,8 @@ def _most(load: Load, worker: WorkerModel) -> int:
     lengths."""
     steps = [max(1, kind.output - 1) for kind in load.kinds]
     tokens = sum(step * (kind.prompt + kind.output / 2.0) for step, kind in zip(steps, load.kinds, strict=True))
+    if worker.most_sequences is not None:
+        return min(worker.max_num_seqs, worker.most_sequences(math.ceil(tokens / sum(steps))))
     return min(worker.max_num_seqs, int(worker.kv_tokens / (tokens / sum(steps))))
 
 

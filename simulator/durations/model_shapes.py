@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from disagg.engine.cache_groups import LayerKv, layer_windows, layout_of
@@ -154,6 +154,30 @@ class ModelShape:
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16") -> int:
         """Bytes of the keys and values of one token in all layers. What a prefix takes is `kv_layout().bytes_of`."""
         return self.kv_layout(kv_dtype).bytes_per_token
+
+    def scratch_bytes(self, num_tokens: int, tp: int = 1, dtype: str = "bfloat16") -> int:
+        """Bytes that experts need beside their weights on each of `tp` ranks, in a step of so many tokens."""
+        if self.experts is None:
+            return 0
+        experts = self.experts.config
+        of_rank = replace(experts, intermediate_size=experts.intermediate_size // tp)
+        return of_rank.scratch_bytes(num_tokens, self.hidden_size, int(DTYPE_BYTES[dtype]))
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of parameters in the matrices of experts."""
+        if self.experts is None:
+            return 0
+        experts = self.experts.config
+        features = experts.routing.num_experts * experts.intermediate_size
+        return 3 * self.experts.num_layers * self.hidden_size * features
+
+    @property
+    def expert_share(self) -> float:
+        """Share of its experts that a token chooses; 0 without experts."""
+        if self.experts is None:
+            return 0.0
+        return self.experts.config.routing.top_k / self.experts.config.routing.num_experts
 
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads that each of `tp` ranks holds. With fewer heads than ranks, neighbouring ranks hold the same one."""

@@ -9,6 +9,7 @@ times the efficiency that real kernels reach (`devices.Kernels`), and a start-up
                           many tokens are expected to choose, E (1 - (1 - k / E)^tokens)
     prefill attention     4 * heads * head_dim FLOP per query-key pair, and some pairs more for each prompt token
     decode attention      the KV of all contexts read once
+    windows               layers that have one attend to at most that many tokens for each token
     two all-reduces       2 (n - 1) / n of the hidden states over the link between ranks (a ring's share)
     the rest              norms, rotation, activation: bytes
 
@@ -19,7 +20,8 @@ parallelism, and experts over several workers, are not computed (`check_parallel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +103,8 @@ class RooflineStepTimes:
     ) -> None:
         model.check_tp(tp)
         self.model, self.device, self.tp = model, device, tp
+        self._windows = Counter(model.windows)
+        """Number of layers of each window, 0 for none; empty where no layer has one."""
         weight_dtype, kv_dtype = weight_dtype or dtype, kv_dtype or dtype
         for flag, name in (("--dtype", dtype), ("--weight-dtype", weight_dtype), ("--kv-dtype", kv_dtype)):
             if name not in DTYPE_BYTES:
@@ -171,14 +175,20 @@ class RooflineStepTimes:
         sampling = work.num_decodes + (max(1, work.num_prefills) if work.prefill_tokens else 0)
         return StepParts(
             gemms=self._gemms_s(tokens),
-            prefill_attention=num_layers * self._prefill_attention_s(work),
-            decode_attention=num_layers * self._decode_attention_s(work),
+            prefill_attention=self._over_layers(self._prefill_attention_s, work),
+            decode_attention=self._over_layers(self._decode_attention_s, work),
             all_reduces=0.0 if self.tp == 1 else 2 * num_layers * self._corrected_all_reduce_s(tokens),
             others=num_layers
             * (kernels.other_start_s + self._other_bytes(tokens) / self._memory(kernels.other_memory)),
             head=self._corrected_gemm_s(sampling, self._head),
             fixed=self._fixed_s,
         )
+
+    def _over_layers(self, seconds: Callable[[StepWork], float], work: StepWork) -> float:
+        """Of all layers, each with the work that its window leaves."""
+        if not self._windows:
+            return self.model.num_layers * seconds(work)
+        return sum([count * seconds(_within(work, window)) for window, count in self._windows.items()])
 
     # ------------------------------------------------------------ kernels
 
@@ -293,6 +303,16 @@ class RooflineStepTimes:
     def _least_decode_s(self, row: AttentionTime) -> float:
         num_bytes = 2.0 * row.batch * row.tokens * row.num_kv_heads * row.head_dim * self._kv_bytes
         return num_bytes / self.device.memory_bandwidth
+
+
+def _within(work: StepWork, window: int) -> StepWork:
+    """The work of a layer with this window, 0 for none, where sequences are equally long."""
+    if not window:
+        return work
+    return work._replace(
+        prefill_attended=min(work.prefill_attended, work.prefill_tokens * window),
+        decode_context=min(work.decode_context, work.num_decodes * window),
+    )
 
 
 def _pairs(row: AttentionTime) -> float:

@@ -8,6 +8,8 @@ n tokens about n, until the KV, which each sequence reads for itself, outweighs 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
 from disagg.simulator.plan.memory import BF16, Precision
@@ -32,15 +34,29 @@ def attention_flops(model: ModelShape, pairs: float) -> float:
 
 
 def decode_flops(model: ModelShape, batch: int, context: float) -> float:
-    """FLOP of one step of `batch` sequences, each of which attends to `context` tokens."""
-    return 2.0 * matrix_parameters(model) * batch + attention_flops(model, batch * context)
+    """FLOP of one step of `batch` sequences, each of which attends to `context` tokens, or to what windows leave."""
+    pairs = _mean_of_layers(model, lambda window: min(context, window or context))
+    return 2.0 * matrix_parameters(model) * batch + attention_flops(model, batch * pairs)
 
 
 def prefill_flops(model: ModelShape, tokens: int, before: int = 0) -> float:
     """FLOP of `tokens` prompt tokens behind `before` cached ones; only the last one needs the LM head."""
     layers = 2.0 * model.active_parameters * tokens
-    pairs = tokens * before + tokens * (tokens + 1) / 2
+    pairs = _mean_of_layers(model, lambda window: _pairs(tokens, before, window))
     return layers + attention_flops(model, pairs) + 2.0 * model.vocab_size * model.hidden_size
+
+
+def _mean_of_layers(model: ModelShape, of_window: Callable[[int], float]) -> float:
+    """The mean over all layers of a function of their windows, 0 for none."""
+    if not model.windows:
+        return of_window(0)
+    return sum(map(of_window, model.windows)) / len(model.windows)
+
+
+def _pairs(tokens: int, before: int, window: int) -> float:
+    """Query-key pairs of `tokens` tokens behind `before` others, each of which attends to at most `window`."""
+    num_all = max(0, min(tokens, window - before)) if window else tokens
+    return num_all * before + num_all * (num_all + 1) / 2 + (tokens - num_all) * window
 
 
 def decode_intensity(model: ModelShape, batch: int, context: float, precision: Precision = BF16) -> float:

@@ -95,6 +95,7 @@ class SimulatedJudge:
             worker=config,
             num_blocks=max(1, worker.kv_tokens // _BLOCK_SIZE),
             times=worker.times,
+            expert_share=self._planner.site.model.expert_share,
         )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagg.engine.cache_groups import PoolLimits, most_blocks, most_held, window_pools
 from disagg.proto.errors import ConfigError
+from disagg.proto.messages import KvLayout
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
 
@@ -14,6 +16,9 @@ RESERVE_BYTES = 2e9
 """Bytes of each device that are assumed for activations, captured steps and libraries; at most a twentieth of its
 memory."""
 GB = 1e9
+BLOCK_TOKENS = 16
+LARGEST = PoolLimits(max_num_seqs=256, token_budget=8192)
+"""The largest batch and step of a worker, where none are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,25 @@ BF16 = Precision()
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupMemory:
+    """The cache of one cache group on a device."""
+
+    window: int
+    """Tokens of its window; 0 where the KV of all tokens is kept."""
+    num_blocks: int
+    num_bytes: float
+    step_blocks: int
+    """Blocks that are kept apart for the tokens of one step."""
+    most_held: int | None
+    """Most blocks of one sequence; None where it holds those of all its tokens."""
+
+    def sequences(self, num_tokens: int) -> int:
+        """Number of sequences of `num_tokens` tokens that fit at once."""
+        needed = -(-num_tokens // BLOCK_TOKENS)
+        return (self.num_blocks - self.step_blocks) // min(needed, self.most_held or needed)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
     """Memory of each device of one worker, in bytes."""
 
@@ -38,14 +62,24 @@ class WorkerMemory:
     """Bytes that are left for KV."""
     kv_bytes_per_token: float
     """Bytes of one token's KV on this device, which holds a part of the heads."""
+    expert_bytes: float = 0.0
+    """The part of `weight_bytes` that experts have."""
+    scratch_bytes: float = 0.0
+    """Bytes that experts need beside their weights."""
+    groups: tuple[GroupMemory, ...] = ()
+    """The cache groups of a model with windows."""
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens whose KV fits into the worker."""
+        """Number of tokens whose KV fits into the worker; with windows, that the layers without one keep."""
+        if self.groups:
+            return self.groups[0].num_blocks * BLOCK_TOKENS
         return int(self.kv_bytes // self.kv_bytes_per_token)
 
     def sequences(self, num_tokens: int) -> int:
         """Number of sequences of `num_tokens` tokens that fit at once."""
+        if self.groups:
+            return min(group.sequences(num_tokens) for group in self.groups)
         return self.kv_tokens // num_tokens
 
 
@@ -59,20 +93,53 @@ def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
     return matrices * DTYPE_BYTES[precision.weight_dtype] + others * DTYPE_BYTES[precision.dtype]
 
 
-def worker_memory(model: ModelShape, device: Device, tp: int = 1, precision: Precision = BF16) -> WorkerMemory:
-    """The use of the memory of each of a worker's `tp` devices.
+def worker_memory(
+    model: ModelShape,
+    device: Device,
+    tp: int = 1,
+    precision: Precision = BF16,
+    limits: PoolLimits = LARGEST,
+) -> WorkerMemory:
+    """The use of the memory of each of a worker's `tp` devices. `limits`: what the pools of windows, and the scratch
+    memory of experts, are made for.
 
     Raises:
         ConfigError: the model cannot be divided so.
     """
     model.check_tp(tp)
     weights = weight_bytes(model, precision) / tp
+    scratch = model.scratch_bytes(limits.token_budget, tp, precision.dtype)
     reserve = min(RESERVE_BYTES, device.memory_bytes / 20)
     shared = model.kv_heads_per_rank(tp) / model.num_kv_heads
+    kv_bytes = max(0.0, MEMORY_SHARE * device.memory_bytes - weights - reserve - scratch)
     return WorkerMemory(
         weight_bytes=weights,
-        kv_bytes=max(0.0, MEMORY_SHARE * device.memory_bytes - weights - reserve),
+        kv_bytes=kv_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype) * shared,
+        expert_bytes=model.expert_parameters * DTYPE_BYTES[precision.weight_dtype] / tp,
+        scratch_bytes=scratch,
+        groups=_groups(model.kv_layout(precision.kv_dtype), kv_bytes, shared, limits),
+    )
+
+
+def _groups(layout: KvLayout, kv_bytes: float, shared: float, limits: PoolLimits) -> tuple[GroupMemory, ...]:
+    """The caches of a layout with windows, as an engine divides `kv_bytes`, of which a device has this share of the
+    heads."""
+    if not layout.windows:
+        return ()
+    block_bytes = tuple(max(1, int(group.bytes_per_token * BLOCK_TOKENS * shared)) for group in layout.groups)
+    num_blocks = most_blocks(layout, BLOCK_TOKENS, limits, int(kv_bytes), block_bytes)
+    pools = (num_blocks, *window_pools(layout, num_blocks, BLOCK_TOKENS, limits))
+    step_blocks = -(-limits.token_budget // BLOCK_TOKENS)
+    return tuple(
+        GroupMemory(
+            window=group.window,
+            num_blocks=blocks,
+            num_bytes=blocks * each,
+            step_blocks=step_blocks if group.window else 0,
+            most_held=most_held(group.window, BLOCK_TOKENS) if group.window else None,
+        )
+        for group, blocks, each in zip(layout.groups, pools, block_bytes, strict=True)
     )
 
 
@@ -91,14 +158,19 @@ def widths(model: ModelShape, device: Device) -> list[int]:
 
 
 def check_fits(
-    model: ModelShape, device: Device, tps: list[int], num_tokens: int, precision: Precision = BF16
+    model: ModelShape,
+    device: Device,
+    tps: list[int],
+    num_tokens: int,
+    precision: Precision = BF16,
+    limits: PoolLimits = LARGEST,
 ) -> list[int]:
     """The widths in which a sequence of `num_tokens` fits beside the weights.
 
     Raises:
         ConfigError: none; says what is needed and what there is.
     """
-    fitting = [tp for tp in tps if worker_memory(model, device, tp, precision).sequences(num_tokens) >= 1]
+    fitting = [tp for tp in tps if worker_memory(model, device, tp, precision, limits).sequences(num_tokens) >= 1]
     if fitting:
         return fitting
     if not tps:

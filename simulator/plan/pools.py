@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from disagg.autoscaler import queueing
 from disagg.autoscaler.queueing import Estimate, WorkerModel
+from disagg.engine.cache_groups import PoolLimits
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import ModelShape
@@ -146,6 +147,10 @@ class Site:
     modes: tuple[bool, ...] = (True, False)
     """Which of disaggregated (True) and colocated (False) are considered."""
 
+    def limits(self, token_budget: int) -> PoolLimits:
+        """The largest batch and step of a worker."""
+        return PoolLimits(min(self.max_num_seqs, token_budget), token_budget)
+
 
 class Planner:
     """Searches the pools of one site for one load.
@@ -161,7 +166,8 @@ class Planner:
                 f"--prompt-tokens, --output-tokens: {load.longest} tokens are more than the {site.model.max_positions} "
                 f"positions of {site.model.name}"
             )
-        self.tps = check_fits(site.model, site.device, list(site.tps), load.longest, site.precision)
+        limits = site.limits(max(site.token_budgets))
+        self.tps = check_fits(site.model, site.device, list(site.tps), load.longest, site.precision, limits)
         self._workers: dict[tuple[int, int], WorkerModel] = {}
         self._estimates: dict[Candidate, Estimate] = {}
         self._check_limits()
@@ -173,12 +179,14 @@ class Planner:
         key = (tp, token_budget)
         if key not in self._workers:
             site = self.site
-            memory = worker_memory(site.model, site.device, tp, site.precision)
+            limits = site.limits(token_budget)
+            memory = worker_memory(site.model, site.device, tp, site.precision, limits)
             self._workers[key] = WorkerModel(
                 times=site.times_of(tp),
                 token_budget=token_budget,
-                max_num_seqs=min(site.max_num_seqs, token_budget),
+                max_num_seqs=limits.max_num_seqs,
                 kv_tokens=memory.kv_tokens,
+                most_sequences=memory.sequences if memory.groups else None,
             )
         return self._workers[key]
 

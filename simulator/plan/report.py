@@ -105,7 +105,7 @@ def facts_of(planner: Planner) -> Facts:
                 prompt_tokens=prompt,
                 output_tokens=output,
                 token_budget=budget,
-                kv_tokens=first.kv_tokens,
+                most_sequences=first.sequences,
                 price_per_hour=site.price_per_hour * first.tp,
                 power_w=device.power_w * first.tp,
             )
@@ -120,7 +120,7 @@ def _hidden_from(site: Site, prompt_s: Any, link: LinkTimes) -> int | None:
 
 def _width(planner: Planner, tp: int, prompt: int, output: int, budget: int) -> WidthFacts:
     site = planner.site
-    memory = worker_memory(site.model, site.device, tp, site.precision)
+    memory = worker_memory(site.model, site.device, tp, site.precision, site.limits(budget))
     times = planner.worker(tp, budget).times
     return WidthFacts(
         tp=tp,

@@ -48,13 +48,13 @@ def batch_sweep(
     prompt_tokens: int,
     output_tokens: int,
     token_budget: int,
-    kv_tokens: int,
+    most_sequences: int,
     price_per_hour: float,
     power_w: float,
     batches: Sequence[int] = BATCHES,
 ) -> list[SweepRow]:
-    """One row for each batch size; the last one is the first that does not fit into the memory. `price_per_hour` and
-    `power_w` are those of the whole worker."""
+    """One row for each batch size; the last one is the first that does not fit into the memory, which holds
+    `most_sequences` of these lengths. `price_per_hour` and `power_w` are those of the whole worker."""
     prompt_s = prefill_s(times, prompt_tokens, token_budget)
     rows = []
     for batch in batches:
@@ -62,7 +62,7 @@ def batch_sweep(
         # In the time of one answer `batch` requests are served, and their prompts are computed besides.
         cycle_s = tpot_s * output_tokens + batch * prompt_s
         served_per_s = batch / cycle_s
-        fits = batch * (prompt_tokens + output_tokens) <= kv_tokens
+        fits = batch <= most_sequences
         rows.append(
             SweepRow(
                 batch=batch,

@@ -30,7 +30,7 @@ from disagg.simulator.durations.perf_tables import PerfTables
 from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
 from disagg.simulator.plan.judge import PLAN_ENGINE, SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
-from disagg.simulator.plan.memory import GB, Precision, widths
+from disagg.simulator.plan.memory import BLOCK_TOKENS, GB, Precision, widths
 from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site
 from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
 from disagg.simulator.world.settings import EngineKind
@@ -206,7 +206,7 @@ def _times(
     if options.step_times is not None:
         recording = read_recording(options.step_times)
         _check_recording(recording, options, model, precision, tps)
-        fitted = fit(recording.samples)
+        fitted = fit(recording.samples, expert_share=recording.expert_share)
         name = getattr(fitted, "name", "")
         return lambda tp: fitted, f"{len(recording.samples)} steps measured on {recording.machine} ({name} fit)"
     tables = PerfTables()
@@ -321,7 +321,27 @@ def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: b
         f"{site.link.bandwidth_bytes_per_s / GB:g} GB/s; the part behind the last chunk, which a stream waits for, is "
         f"{facts.exposed_s * 1e3:.2f} ms; shorter than the prefill {hidden}, for this prompt from "
         f"{facts.hide_bytes_per_s / GB:.2f} GB/s on",
+        *_memory_lines(facts),
     ]
+
+
+def _memory_lines(facts: Facts) -> list[str]:
+    """The caches of each device for a model with windows, and what experts take."""
+    lines = []
+    for width in facts.widths:
+        memory = width.memory
+        parts = [
+            f"KV of {f'the last {group.window}' if group.window else 'all'} tokens in {group.num_blocks} blocks "
+            f"({group.num_blocks * BLOCK_TOKENS} tokens, {group.num_bytes / GB:.2f} GB)"
+            for group in memory.groups
+        ]
+        if memory.scratch_bytes:
+            parts.append(
+                f"{memory.expert_bytes / GB:.2f} GB of experts and {memory.scratch_bytes / GB:.2f} GB to compute them"
+            )
+        if parts:
+            lines.append(f"memory of each device, tp {width.tp}: {', '.join(parts)}")
+    return lines
 
 
 def print_facts(console: Console, lines: Sequence[str], facts: Facts, load: Load) -> None:

@@ -230,7 +230,7 @@ def test_a_sweep_ends_with_the_first_batch_that_does_not_fit() -> None:
         prompt_tokens=100,
         output_tokens=10,
         token_budget=512,
-        kv_tokens=450,
+        most_sequences=4,
         price_per_hour=3.6,
         power_w=700.0,
         batches=(1, 2, 4, 8, 16),
