@@ -53,9 +53,13 @@ def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
     return value_shape[:3] == (num_blocks, K, B) and 0 < value_shape[3] <= D
 
 
-def _is_table(table_PR: Tensor, R: int, dtype: torch.dtype) -> bool:
-    """Whether this is a table of cosines or sines as the kernel reads it: rows of R numbers, one behind the other."""
-    return table_PR.dtype == dtype and table_PR.shape[1] == R and (R == 0 or table_PR.stride() == (R, 1))
+def _are_tables(cos_PR: Tensor, sin_PR: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether both, of which the first has this shape, are tables as the kernels read them: rows of R numbers, one
+    behind the other."""
+    R = shape[1]
+    if not cos_PR.dtype == sin_PR.dtype == dtype or sin_PR.shape != shape:
+        return False
+    return R == 0 or cos_PR.stride() == sin_PR.stride() == (R, 1)
 
 
 def _are_rows(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -291,16 +295,17 @@ class NativeOps(Ops):
         dtype = qkv_TQ.dtype
         is_bf16 = _IS_BF16.get(dtype)
         (T, Q), (stride, inner) = qkv_TQ.shape, qkv_TQ.stride()
-        num_blocks, K, B, D = key_cache_NKBD.shape
+        cache_shape, cache_strides, table_shape = key_cache_NKBD.shape, key_cache_NKBD.stride(), cos_PR.shape
+        num_blocks, K, B, D = cache_shape
         N, rest = divmod(Q - 2 * K * D, D)
-        P, R = cos_PR.shape
+        P, R = table_shape
         if is_bf16 is None or inner != 1 or rest or N < 1 or R % 2 or R > D or D > MAX_HEAD_DIM:
             return None
-        if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or value_cache_NKBD.shape[3] != D:
+        if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or cache_strides[1:] != (B * D, D, 1):
             return None
-        if not _are_caches(key_cache_NKBD, value_cache_NKBD):
+        if value_cache_NKBD.shape != cache_shape or value_cache_NKBD.stride() != cache_strides:
             return None
-        if not (_is_table(cos_PR, R, dtype) and _is_table(sin_PR, R, dtype)) or cos_PR.shape != sin_PR.shape:
+        if not _are_tables(cos_PR, sin_PR, table_shape, dtype):
             return None
         if not (_are_indices(positions_T, T) and _are_indices(slot_mapping_T, T) and _are_squares(squares, T)):
             return None
@@ -316,7 +321,7 @@ class NativeOps(Ops):
             is_bf16, qkv_TQ.data_ptr(), stride, T, N, K, D, R, _address(layer.q_norm_D), _address(layer.k_norm_D),
             layer.eps, layer.plus_one, is_whole, 0 if squares is None else squares.sums_T2.data_ptr(),
             positions_T.data_ptr(), cos_PR.data_ptr(), sin_PR.data_ptr(), P, _address(layer.query_scale_P),
-            key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, B,
+            key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), cache_strides[0], num_blocks, B,
             N * D if squares is None else squares.q_size, K * D if squares is None else squares.k_size,
             slot_mapping_T.data_ptr(), out.data_ptr(),
         )  # fmt: skip
@@ -359,7 +364,7 @@ class NativeOps(Ops):
             return None
         if not (_are_rows(absorbed_TNL, (T, N, L), dtype) and _are_rows(q_TNR, (T, N, R), dtype)):
             return None
-        if not (_is_table(cos_PR, R, dtype) and _is_table(sin_PR, R, dtype)) or cos_PR.shape != sin_PR.shape:
+        if not _are_tables(cos_PR, sin_PR, cos_PR.shape, dtype):
             return None
         if not (_are_indices(positions_T, T) and _are_indices(slot_mapping_T, T)):
             return None

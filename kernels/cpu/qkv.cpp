@@ -66,14 +66,19 @@ void rotate_head(const T* x, const T* cos, const T* sin, T* out, int64_t half) {
     }
 }
 
-template <class T>
-void token(const Qkv& args, int64_t t) {
+// PLAIN: all dims of a head are rotated, and nothing else is done with it.
+template <class T, bool PLAIN>
+void token_of(const Qkv& args, int64_t t) {
     const int64_t dim = args.dim, rotary_dim = args.rotary_dim, position = args.positions[t], slot = args.slots[t];
     const auto* x = static_cast<const T*>(args.qkv) + t * args.stride;
     const auto* cos = static_cast<const T*>(args.cos) + position * rotary_dim;
     const auto* sin = static_cast<const T*>(args.sin) + position * rotary_dim;
     // All heads of q, or all of k; `squares` is the token's sum over all ranks, where there is one.
     const auto rotate_heads = [&](int64_t num_heads, const void* norm, const float* squares, int64_t size, T* out, int64_t stride) {
+        if constexpr (PLAIN) {
+            for (int64_t h = 0; h < num_heads; ++h, x += dim, out += stride) rotate_head(x, cos, sin, out, dim / 2);
+            return;
+        }
         const auto* weight = static_cast<const T*>(norm);
         float inverse = 0.0f;
         if (weight && args.is_whole)
@@ -90,7 +95,7 @@ void token(const Qkv& args, int64_t t) {
     const float* squares = args.squares ? args.squares + 2 * t : nullptr;
     T* q_out = static_cast<T*>(args.q_out) + t * args.num_heads * dim;
     rotate_heads(args.num_heads, args.q_norm, squares, args.q_size, q_out, dim);
-    if (args.query_scales) {
+    if (!PLAIN && args.query_scales) {
         const float scale = load(static_cast<const T*>(args.query_scales) + position, 1)[0];
         for (int64_t i = 0; i < args.num_heads * dim; i += LANES) {
             const int n = lanes_left(args.num_heads * dim, i);
@@ -104,6 +109,12 @@ void token(const Qkv& args, int64_t t) {
                  static_cast<T*>(args.keys) + at, head_stride);
     for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim)
         std::memcpy(static_cast<T*>(args.values) + at + h * head_stride, x, dim * sizeof(T));
+}
+
+template <class T>
+void token(const Qkv& args, int64_t t) {
+    const bool is_plain = !args.q_norm && !args.k_norm && !args.query_scales && args.rotary_dim == args.dim;
+    is_plain ? token_of<T, true>(args, t) : token_of<T, false>(args, t);
 }
 
 // Of latent attention: rows of the cache are a latent, then k, which all heads share.
