@@ -136,7 +136,10 @@ def test_the_text_of_a_model_of_images_is_that_of_the_model_of_text(
 
 
 @pytest.mark.parametrize("kind", FAMILY_KINDS)
-def test_bf16_rows_have_the_same_bits_alone_and_in_a_batch(folders: Folders, kind: str) -> None:
+def test_bf16_rows_have_the_same_bits_alone_and_in_a_batch(
+    folders: Folders, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no step leaves the compiled kernels, where there are some."""
     runner: TorchModelRunner = make_runner(folders[kind], dtype="bfloat16")
     prompts, tables = [PROMPT[:31], PROMPT[5:22], PROMPT[40:]], [[20, 21, 22], [23, 24], [25, 26]]
     alone = [make_sequence(prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
@@ -151,6 +154,7 @@ def test_bf16_rows_have_the_same_bits_alone_and_in_a_batch(folders: Folders, kin
 
     for rows, wanted, row in zip(logits, expected, first, strict=True):
         assert torch.equal(torch.cat((row[None], rows)), wanted)
+    assert "cannot be captured" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "olmo3", "granite", "deepseek_v3"])
