@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from disagg.engine.cache_groups import model_layout
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import AttentionConfig, DenseConfig, ExpertsConfig, LatentConfig, ModelConfig
+from disagg.engine.runner.weights import check_weights, load_parameters
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.model_shapes import shape_of
+from tests.support.tiny_models import make_checkpoint
 
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 DEEPSEEK: dict[str, Any] = {
@@ -319,3 +323,23 @@ def test_a_config_that_contradicts_itself_is_refused(
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, base | fields)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_tensors_are_held_against_the_sizes_of_heads(tmp_path: Path) -> None:
+    """Those of a layer that predicts further tokens are not read."""
+    folder = make_checkpoint("deepseek_v3", tmp_path)
+    file, up = folder / "model.safetensors", "model.layers.1.self_attn.kv_b_proj.weight"
+    plain = load_file(file)
+    save_file(plain | {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file)
+    check_weights(folder)
+    for changes, message in (
+        ({up: plain[up][:-32]}, rf"tensor {up} has shape \[96, 40\]; config.json requires \[128, 40\]$"),
+        ({"model.layers.1.self_attn.k_proj.weight": torch.ones(64, 64)}, "is not part of DeepseekV3ForCausalLM"),
+        ({up: torch.empty(0)}, rf"the weights lack {up}$"),
+    ):
+        save_file({name: tensor for name, tensor in (plain | changes).items() if tensor.numel()}, file)
+        with pytest.raises(ConfigError, match=message):
+            load_parameters(folder, read_model_config(folder), torch.float32, torch.device("cpu"))

@@ -26,7 +26,7 @@ from tests.support.stepping import generate, make_runner, make_sequence
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(40)]
-KINDS = ["llama_bias", "llama_tied", "qwen3", "glm4_moe"]
+KINDS = ["llama_bias", "llama_tied", "qwen3", "deepseek_v3"]
 
 needs_packing = pytest.mark.skipif(packing_name(torch.bfloat16) is None, reason="oneDNN packs the weights")
 
