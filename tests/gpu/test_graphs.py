@@ -21,9 +21,10 @@ MAX_NUM_SEQS = 6
 PROMPT = [(5 * i * i + 3 * i + 2) % VOCAB_SIZE for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+@pytest.fixture(scope="module", params=["qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model, and ones with windows and soft caps, with windows, sinks and experts, with latent attention."""
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def prepared(folder: Path, device: torch.device, num_seqs: int, **changes: Any) -> tuple[Any, list[Sequence]]:

@@ -1,5 +1,5 @@
-"""The other Triton kernels against the torch reference at the sizes of an 8B model, on the GPU; without one, small and
-interpreted."""
+"""The other Triton kernels against the torch reference at the sizes of published models, on the GPU; without one, small
+and interpreted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from disagg.kernels import reference
 from disagg.kernels.ops import Filters, RopeWrite
+from tests.support.experts import ROUTINGS, WITH_CHOICE_BIAS, layer, moved
+from tests.support.latent import LatentRows
 
 pytest.importorskip("triton")
 from disagg.kernels.triton import rope_write, sampling
@@ -119,6 +121,52 @@ def test_fp8_cache(device: torch.device, side: str, scale: float) -> None:
     divisor = torch.tensor(scale, device=device)  # torch multiplies by the reciprocal of a number
     expected = (wide_cache[:, :, at].float() / divisor).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     assert_equal(cache[:, :, at], expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_latent_rope_write(device: torch.device, dtype: torch.dtype, num_heads: int) -> None:
+    """The same bits."""
+    dims = (of(device, 512, 32), of(device, 64, 16))
+    case = LatentRows(of(device, 1000, 8), num_heads, dims, dtype, device)
+    expected_cache = case.cache.clone()
+    expected = case.write(reference, expected_cache)
+    assert expected is not None
+    assert_equal(case.write(OPS, case.cache), expected)
+    assert torch.equal(case.cache.isnan(), expected_cache.isnan())
+    assert_equal(case.cache.nan_to_num(), expected_cache.nan_to_num())
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "qwen2-moe"])
+@pytest.mark.parametrize("rows", [1, 8, 300])
+def test_experts(device: torch.device, dtype: torch.dtype, rows: int, name: str) -> None:
+    """Each row, and how many of them each expert had."""
+    hidden, inner, rows = of(device, 1024, 40), of(device, 512, 24), of(device, rows, min(rows, 9))
+    case = moved(
+        layer(
+            ROUTINGS[name],
+            rows=rows,
+            hidden=hidden,
+            inner=inner,
+            dtype=dtype,
+            choice_bias=name in WITH_CHOICE_BIAS,
+            biases=name == "gpt-oss",
+            shared="gated" if name == "qwen2-moe" else "none",
+        ),
+        device,
+    )
+    found = OPS.moe_ffn(case.x_TH, case.router, case.experts, case.shared)
+    counts_E = case.router.counts_E
+    assert counts_E is not None
+    chosen = counts_E.tolist()
+    expected = reference.moe_ffn(case.x_TH, case.router, case.experts, case.shared)
+    assert found is not None
+    assert found.dtype == dtype
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error.item() <= {torch.float32: 1e-5}.get(dtype, 4 * ROUNDING[dtype])
+    assert counts_E.tolist() == [2 * count for count in chosen]
+    assert sum(chosen) == rows * ROUTINGS[name].top_k
 
 
 @DTYPES
@@ -255,6 +303,9 @@ def test_a_graph_replays_every_op_with_new_inputs(device: torch.device) -> None:
     cache = torch.zeros((9, 2, 2, 8, 16, 128), dtype=torch.bfloat16, device=device)
     arguments = rope_arguments(device, 8, cache, torch.bfloat16, True)
     ids = torch.zeros(8, dtype=torch.int64, device=device)
+    shape = {"rows": 8, "hidden": 4096, "inner": 256, "dtype": torch.bfloat16}
+    moe = moved(layer(ROUTINGS["deepseek-v3"], **shape, choice_bias=True), device)  # type: ignore[arg-type]
+    latents = LatentRows(8, 128, (512, 64), torch.bfloat16, device)
     steps: list[Callable[[], Any]] = [
         lambda: sampling.sample(logits, 32000, rules),
         lambda: OPS.argmax_rows(logits, 32000),
@@ -262,6 +313,8 @@ def test_a_graph_replays_every_op_with_new_inputs(device: torch.device) -> None:
         lambda: OPS.silu_mul(rows),
         lambda: OPS.embed(ids, logits),
         lambda: OPS.qkv_rope_write(*arguments),
+        lambda: OPS.moe_ffn(rows, moe.router, moe.experts, None),
+        lambda: latents.write(OPS, latents.cache),
     ]
     for step in steps:  # compile outside the capture
         step()
@@ -272,6 +325,7 @@ def test_a_graph_replays_every_op_with_new_inputs(device: torch.device) -> None:
     logits.copy_(random(device, 8, 32001, dtype=torch.bfloat16)[:, :32000] * 2)
     rows.mul_(-1.5)
     ids.copy_(torch.arange(8))
+    latents.absorbed.mul_(2.0)
     rules.indices_R.add_(5)
     graph.replay()
     for found, step in zip(captured, steps, strict=True):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from disagg.kernels.experts import Experts, Router, Shared
 from disagg.kernels.routing import GatedActivation, Routing
+
+Tensors = TypeVar("Tensors", Router, Experts, Shared)
 
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, top_k=2, renormalize=True),
@@ -79,6 +82,18 @@ def layer(
     gate_H = numbers(9, hidden, dtype=dtype) / hidden**0.5 if shared == "gated" else None
     beside = None if shared == "none" else Shared(numbers(8, rows, hidden, dtype=dtype), gate_H)
     return Layer(numbers(10, rows, hidden, dtype=dtype), router, weights, beside)
+
+
+def moved(case: Layer, device: torch.device) -> Layer:
+    """The layer and its rows on a device."""
+    shared = None if case.shared is None else _there(case.shared, device)
+    return Layer(case.x_TH.to(device), _there(case.router, device), _there(case.experts, device), shared)
+
+
+def _there(tensors: Tensors, device: torch.device) -> Tensors:
+    found: dict[str, Any] = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    found = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in found.items()}
+    return replace(tensors, **found)
 
 
 def part_of(experts: Experts, held: slice) -> Experts:
