@@ -8,8 +8,8 @@ the cache must not evict what the others use:
     3. where no tenant has more, the block that was released first
 
 Within a tenant, and where no tenant is chosen, copies go first (see `prefix_cache.py`), and the order is LRU among
-copies and among the others. A share is an equal part of what is cached, or
-`share` of all blocks of the worker. Every call takes O(1).
+copies and among the others. In the pool of a window copies are of no use to any tenant, and go before all others. A
+share is an equal part of what is cached, or `share` of all blocks of the worker. Every call takes O(1).
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ class CachedBlocks:
         num_blocks: all blocks of the worker.
         share: part of them that each tenant keeps from the others; 0 for an equal part of what is cached.
         keep_s: how long a tenant keeps it without using it.
+        copies_first: whether copies go before the blocks of all tenants.
     """
 
-    def __init__(self, num_blocks: int = 0, share: float = 0.0, keep_s: float = math.inf) -> None:
+    def __init__(
+        self, num_blocks: int = 0, share: float = 0.0, keep_s: float = math.inf, *, copies_first: bool = False
+    ) -> None:
         self.now = 0.0
         """Time of the last command or step, on any clock."""
         self._quota = share * num_blocks
         self._keep_s = keep_s
+        self._copies_first = copies_first
         self._tag_of: OrderedDict[int, TenantTag] = OrderedDict()
         """Tenant tag of every cached block, in the order of release."""
         self._copies: OrderedDict[int, None] = OrderedDict()
@@ -108,6 +112,8 @@ class CachedBlocks:
     @property
     def next(self) -> int:
         """The block to evict next; there is one."""
+        if self._copies_first and self._copies:
+            return next(iter(self._copies))
         if len(self._tenants) > 1 and (tag := self._next_tenant()) is not None:
             tenant = self._tenants[tag]
             return next(iter(tenant.copies or tenant.blocks))

@@ -104,7 +104,10 @@ class EngineCore:
         num_blocks = runner.num_blocks
         self._cached = CachedBlocks(num_blocks, config.cached_share, config.cached_keep_s)
         self._blocks = BlockManager(num_blocks, runner.block_size, config.watermark_blocks(num_blocks), self._cached)
-        self._pools = [CachedBlocks(size, config.cached_share, config.cached_keep_s) for size in runner.window_blocks]
+        self._pools = [
+            CachedBlocks(size, config.cached_share, config.cached_keep_s, copies_first=True)
+            for size in runner.window_blocks
+        ]
         self._slack: Slack[Sequence] | None = None
         if config.scheduling == "slack":
             self._slack = Slack(calibration, config.max_itl_ms, runner.block_size, runner.expert_share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from tests.support.engine import BLOCK, handle_all, make_core, make_prompt, make
 A, B, C = b"a", b"b", b"c"
 
 
-def filled(*runs: tuple[bytes, int], **options: float) -> CachedBlocks:
+def filled(*runs: tuple[bytes, int], **options: Any) -> CachedBlocks:
     """Blocks 0, 1, ... given back in this order."""
     cached = CachedBlocks(100, **options)
     for tag, count in runs:
@@ -43,6 +44,14 @@ def test_with_one_tenant_the_oldest_goes_first() -> None:
     cached.add(1, A)
     assert evicted(cached, 5) == [0, 2, 3, 4, 1]
     assert len(cached) == 0
+
+
+def test_in_the_pool_of_a_window_copies_go_before_the_blocks_of_all_tenants() -> None:
+    """B has fewer blocks than A, and used them later."""
+    cached = filled((A, 4), (B, 1), copies_first=True)
+    cached.add(5, B, is_copy=True)
+    cached.demote(2)
+    assert evicted(cached, 3) == [5, 2, 0]
 
 
 def test_copies_go_first_within_a_tenant_and_where_no_tenant_is_chosen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from disagg.engine.commands import (
@@ -61,9 +62,10 @@ def hashes_of(token_ids: Sequence[int]) -> list[BlockHash]:
     return list(chain_hashes(ROOT, pack_token_ids(token_ids)))
 
 
-def answered(core: EngineCore, name: str, prompt: Sequence[int], num_tokens: int = 4) -> int:
+def answered(core: EngineCore, name: str, prompt: Sequence[int], num_tokens: int = 4, tenant: bytes = b"") -> int:
     """The sequence runs to its end and answers as the model does; tokens that were cached."""
-    events = handle_all(core, Add(make_spec(name, prompt, max_tokens=num_tokens))) + run_until_idle(core)
+    spec = msgspec.structs.replace(make_spec(name, prompt, max_tokens=num_tokens), tenant_tag=tenant)
+    events = handle_all(core, Add(spec)) + run_until_idle(core)
     assert token_ids_of(events, name) == generated(prompt, num_tokens)
     return end_of(events, name).cached_tokens
 
@@ -186,6 +188,15 @@ def test_blocks_that_left_a_window_go_before_those_of_points() -> None:
     answered(core, "a", PROMPT[:100], 2)
     answered(core, "b", make_prompt(150, 1), 2)  # passes more blocks than are free
     assert answered(core, "again", PROMPT[:100], 2) == 96
+
+
+def test_blocks_without_use_go_before_the_points_of_the_largest_tenant() -> None:
+    core = core_of(pool=24)
+    prompts = [make_prompt(100, seed) for seed in (1, 2, 3, 4)]
+    for number, prompt in enumerate(prompts):
+        answered(core, f"a{number}", prompt, 2, tenant=b"a")
+    answered(core, "b", make_prompt(290, 10), 2, tenant=b"b")
+    assert [answered(core, f"again{number}", prompts[number], 2, tenant=b"a") for number in range(4)] == [96] * 4
 
 
 def test_admission_names_the_window_that_is_short() -> None:
