@@ -1,5 +1,5 @@
-"""A checkpoint that modules share, and the order of the files: processes of pytest-xdist that share them end at
-about the same time.
+"""What tests share: a checkpoint, the templates that clusters are forked from, and the order of the files: processes
+of pytest-xdist that share them end at about the same time.
 
 With `--dist loadfile` each process takes the next file of the order when it has no other, so the longest ones must not
 be the last (`--no-loadscope-reorder`: pytest-xdist would put those with the fewest tests there).
@@ -7,11 +7,15 @@ be the last (`--no-loadscope-reorder`: pytest-xdist would put those with the few
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from disagg.cluster.hosts import processes
+from disagg.cluster.templates.templates import Templates
 from tests.support.gateway import write_checkpoint
+from tests.support.shared_templates import SHARED, SharedTemplates
 
 LONGEST = (
     "exactness",
@@ -38,6 +42,21 @@ LONGEST = (
 )
 """The files that take longest, `test_*.py`, by their time."""
 _PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_templates() -> Iterator[None]:
+    """Clusters are forked from templates of the test process, unless a test uses `own_templates`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "Templates", SharedTemplates)
+        yield
+    SHARED.close()
+
+
+@pytest.fixture
+def own_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cluster has the templates that it has without tests."""
+    monkeypatch.setattr(processes, "Templates", Templates)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ LASTING_THREADS = ("_poll_wrapper", "_poller_wrapper", "TMonitor", "pytest_timeo
 not start, such as gRPC's own, once it has logged something."""
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers that Python keeps as long as the process, by a part of their command line."""
+LASTING_PIDS: set[int] = set()
+"""Processes of the tests' own that end with this one."""
 FORKING_PROCESSES = ("disagg.gateway.answers.grammars.compiler",)
 """Processes that replace their children as they see fit, as long as they run, by a part of their command line."""
 
@@ -78,7 +80,7 @@ def _new_since(before: Snapshot) -> list[str]:
     ]
     processes = [
         f"process {pid}: {command}"
-        for pid in sorted(all_pids() - before.pids)
+        for pid in sorted(all_pids() - before.pids - LASTING_PIDS)
         if is_ours(pid)
         and not _lasts(command := _command_line(pid), LASTING_PROCESSES)
         and not _belongs_to_one_that_lasts(pid, before)

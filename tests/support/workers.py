@@ -10,14 +10,14 @@ import itertools
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
-from disagg.cluster.hosts.processes import WORKER_MODULE, start_child, stop_children
+from disagg.cluster.hosts.processes import DEFAULT_LOGGING, WORKER_MODULE, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import WorkerConfig
@@ -47,6 +47,7 @@ from disagg.proto.services import AUDIT, CHANNEL_OPTIONS, GATEWAY_ID_METADATA, S
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.shared_templates import SharedTemplates
 from tests.support.waiting import WAIT_S
 
 GATEWAY = GatewayId("test-gateway")
@@ -63,10 +64,14 @@ def prompt_of(length: int) -> list[int]:
 @contextmanager
 def running_workers(*configs: WorkerConfig) -> Iterator[list[WorkerInfo]]:
     """Worker processes, started together; every one must end by itself at SIGTERM."""
-    with tempfile.TemporaryDirectory() as logs, Registry() as registry:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Registry() as registry,
+        closing(SharedTemplates(logs := Path(folder), DEFAULT_LOGGING)) as templates,
+    ):
+        one = thread_environment(1)
         children = [
-            start_child(c.worker_id, WORKER_MODULE, c, registry.address, SECRET, Path(logs), thread_environment(1))
-            for c in configs
+            start_child(c.worker_id, WORKER_MODULE, c, registry.address, SECRET, logs, one, templates) for c in configs
         ]
         try:
             yield registry.wait([config.worker_id for config in configs], START_TIMEOUT_S)

@@ -27,7 +27,6 @@ from disagg.cluster.core.probes import Probe
 from disagg.cluster.hosts.processes import ProcessLauncher
 from disagg.cluster.system.logs import LoggingConfig
 from disagg.cluster.system.process_tools import ProcessRef
-from disagg.cluster.templates.templates import Templates
 from disagg.engine.config import WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import ApplyReply, ApplyRequest, ControlState, ScaleRequest
@@ -37,6 +36,7 @@ from tests.integration.workers.test_processes import FAKE, PROMPT
 from tests.support.leftovers import all_pids, is_ours
 from tests.support.ports import free_port
 from tests.support.secret import SECRET
+from tests.support.shared_templates import SharedTemplates
 from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle
 
@@ -82,7 +82,7 @@ class LastingLauncher(ProcessLauncher):
     """Its processes outlive controllers, as Ray's do."""
 
     def __init__(self, log_dir: Path) -> None:
-        self.templates = Templates(log_dir, LoggingConfig())
+        self.templates = SharedTemplates(log_dir, LoggingConfig())
         super().__init__(log_dir, SECRET, templates=self.templates)
         self.is_dead = threading.Event()
         self.dies_at = ""

@@ -17,8 +17,16 @@ import pytest
 
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.hosts.processes import WORKER_MODULE, Child, ProcessCluster, start_child, stop_children
+from disagg.cluster.hosts.processes import (
+    DEFAULT_LOGGING,
+    WORKER_MODULE,
+    Child,
+    ProcessCluster,
+    start_child,
+    stop_children,
+)
 from disagg.cluster.system.process_tools import thread_environment
+from disagg.cluster.templates.templates import Templates
 from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, FIRED
@@ -28,6 +36,7 @@ from tests.support.cluster_state import requests_of, until_counts
 from tests.support.ports import free_port
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
+from tests.support.shared_templates import SharedTemplates
 from tests.support.transports import NIXL, needs_nixl
 from tests.support.workers import GatewayStub, wait_until_workers_idle
 
@@ -163,10 +172,11 @@ def worker_config(worker_id: str, port: int, transport: TransportName = "gloo") 
 class RestartableWorkers:
     """Workers at fixed ports, each of which can be started again."""
 
-    def __init__(self, registry: Registry, logs: Path, transport: TransportName) -> None:
+    def __init__(self, registry: Registry, logs: Path, templates: Templates, transport: TransportName) -> None:
         self.children: list[Child] = []
         self._registry = registry
         self._logs = logs
+        self._templates = templates
         self._transport: TransportName = transport
         self._ports = {name: free_port() for name in ("prefill-0", "decode-0")}
         self._num_starts: Counter[str] = Counter()
@@ -186,6 +196,7 @@ class RestartableWorkers:
                 SECRET,
                 self._logs,
                 environment,
+                self._templates,
             )
         )
         (info,) = self._registry.wait([name])
@@ -204,8 +215,8 @@ async def restartable(
     logs: Path, transport: TransportName = "gloo"
 ) -> AsyncIterator[tuple[RestartableWorkers, GatewayStub]]:
     gateway = GatewayStub()
-    with Registry() as registry:
-        running = RestartableWorkers(registry, logs, transport)
+    with Registry() as registry, contextlib.closing(SharedTemplates(logs, DEFAULT_LOGGING)) as templates:
+        running = RestartableWorkers(registry, logs, templates, transport)
         try:
             yield running, gateway
         finally:

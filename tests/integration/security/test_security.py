@@ -494,6 +494,7 @@ async def test_internal_methods_are_closed_to_others(cluster: ProcessCluster) ->
         assert (await client.generate([1, 2, 3], max_tokens=2)).reason == "length"
 
 
+@pytest.mark.usefixtures("own_templates")
 def test_the_secret_is_nowhere_to_be_seen(keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in command lines, environments and logs of the processes, nor in what the cluster prints of itself; and
     the operator's own key is in none of them either."""

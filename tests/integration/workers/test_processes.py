@@ -30,6 +30,7 @@ from tests.support.secret import SECRET
 from tests.support.tiny_models import make_checkpoint
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("own_templates")
 PATIENT = {"suspect_after_s": 30.0, "kill_after_s": 60.0}
 """`recovery` where nothing hangs: on a slow machine a process may be silent for longer than the default."""
 FAKE = {

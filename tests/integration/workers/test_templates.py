@@ -27,7 +27,10 @@ from tests.support.processes import children_of
 from tests.support.template_program import MODULE, Order, Start
 from tests.support.waiting import LONG_WAIT_S, wait_until
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="templates need pidfds")
+pytestmark = [
+    pytest.mark.skipif(not IS_SUPPORTED, reason="templates need pidfds"),
+    pytest.mark.usefixtures("own_templates"),
+]
 
 
 @pytest.fixture
