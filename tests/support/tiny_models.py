@@ -9,8 +9,12 @@ folder also has a byte-level tokenizer with a chat template, so that the gateway
 
 from __future__ import annotations
 
+import atexit
 import functools
+import hashlib
 import json
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,9 +296,17 @@ FAMILY_KINDS = {
 
 
 def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = 1 << 30) -> Path:
-    """Write a checkpoint of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call, and return it."""
+    """Write a checkpoint of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call, and return it. Each
+    is made once in a process, and copied."""
+    shutil.copytree(_made(kind, dtype, shard_bytes), folder, dirs_exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _made(kind: str, dtype: torch.dtype, shard_bytes: int) -> Path:
     import transformers
 
+    folder = _folder_of_process() / f"{kind}-{dtype}-{shard_bytes}"
     family, config = _described(kind).family, _config(kind)
     generator_state = torch.random.get_rng_state()
     try:
@@ -306,6 +318,13 @@ def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes)
     _write_json(folder / "generation_config.json", {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID})
     _write_tokenizer(folder)
+    return folder
+
+
+@functools.cache
+def _folder_of_process() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="disagg-checkpoints-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
@@ -327,32 +346,60 @@ def transformers_config(kind: str) -> dict[str, Any]:
 
 def reference_generate(folder: Path, prompt_ids: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
     """Greedy tokens and the fp32 logits [num_tokens, vocab] they came from, by transformers, end tokens ignored."""
-    model = _reference_model(str(folder))
-    token_ids, rows, cache, step_ids = [], [], None, prompt_ids
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            output = model(torch.tensor([step_ids]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            rows.append(output.logits[0, -1])
-            step_ids = [int(rows[-1].argmax())]
-            token_ids += step_ids
-    return token_ids, torch.stack(rows)
+    token_ids, logits = _reference(folder).generate(tuple(prompt_ids), num_tokens)
+    return list(token_ids), logits.clone()
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
     """The fp32 logits [len(token_ids), vocab] of every position, by transformers, in one forward pass."""
     with torch.inference_mode():
-        logits: Tensor = _reference_model(str(folder))(torch.tensor([token_ids])).logits[0]
+        logits: Tensor = _reference(folder).model(torch.tensor([token_ids])).logits[0]
     return logits
 
 
-@functools.lru_cache(maxsize=4)
-def _reference_model(folder: str) -> Any:
-    import transformers
+class _Reference:
+    """A model of transformers, and what it has generated."""
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+        self._generated: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
+
+    def generate(self, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], Tensor]:
+        if (prompt_ids, num_tokens) not in self._generated:
+            self._generated[prompt_ids, num_tokens] = self._generate(prompt_ids, num_tokens)
+        return self._generated[prompt_ids, num_tokens]
+
+    def _generate(self, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], Tensor]:
+        token_ids, rows, cache, step_ids = [], [], None, list(prompt_ids)
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                output = self.model(torch.tensor([step_ids]), past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                rows.append(output.logits[0, -1])
+                step_ids = [int(rows[-1].argmax())]
+                token_ids += step_ids
+        return token_ids, torch.stack(rows)
+
+
+MOST_REFERENCES = 40
+_references: dict[bytes, _Reference] = {}
+"""References of this process, by what is in their files: the same checkpoint lies in many folders."""
+
+
+def _reference(folder: Path) -> _Reference:
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        digest.update(file.name.encode() + file.read_bytes())
+    key = digest.digest()
+    if key not in _references:
+        while len(_references) >= MOST_REFERENCES:
+            del _references[next(iter(_references))]
+        _references[key] = _Reference(folder)
+    return _references[key]
 
 
 def _vary_norms_and_biases(model: Any) -> None:
