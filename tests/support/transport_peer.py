@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector
@@ -108,19 +109,17 @@ def _close(transport: PairTransport, link: Connection) -> None:
     link.send([thread.name for thread in threading.enumerate()])
 
 
-class Peer:
-    """A running P, and D's end of the pair in `transport`."""
+class LinkedProcess:
+    """A process that plays P, with a pipe to it. `play` is called in it with the other end, and `arguments` before."""
 
-    def __init__(self, name: str, rendezvous: Rendezvous, script: Script, pair_name: str = "pair-1") -> None:
+    def __init__(self, play: Callable[..., None], *arguments: Any) -> None:
         # Forked from a process that has loaded what is heavy, and has no threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch"])
         self.link, other = context.Pipe()
-        arguments = (name, rendezvous.address, pair_name, script, other)
-        self.process = context.Process(target=_play, args=arguments, daemon=True)
+        self.process = context.Process(target=play, args=(*arguments, other), daemon=True)
         self.process.start()
         other.close()
-        self.transport = rendezvous.accept(pair_name)
 
     def hears(self) -> Any:
         """The next message of P."""
@@ -128,8 +127,21 @@ class Peer:
         return self.link.recv()
 
     def end(self) -> None:
-        """Close D's end, and end P in whatever state it is."""
-        self.transport.close()
+        """End P in whatever state it is."""
         self.process.kill()
         self.process.join()
         self.link.close()
+
+
+class Peer(LinkedProcess):
+    """A running P, and D's end of the pair in `transport`."""
+
+    def __init__(self, name: str, rendezvous: Rendezvous, script: Script, pair_name: str = "pair-1") -> None:
+        super().__init__(_play, name, rendezvous.address, pair_name, script)
+        self.transport = rendezvous.accept(pair_name)
+
+    @override
+    def end(self) -> None:
+        """Close D's end, too."""
+        self.transport.close()
+        super().end()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from disagg.proto.messages import Message
 from tests.support import transport_peer
 from tests.support.secret import SECRET, checksum
 from tests.support.sockets import listening_addresses
-from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, content
+from tests.support.transport_peer import ANSWER_S, HOST, Answers, Bytes, LinkedProcess, content
 from tests.support.transports import SETTINGS, needs_nixl
 from tests.support.waiting import until
 
@@ -192,29 +193,46 @@ def test_a_sender_that_is_killed_while_it_is_read(rendezvous: NixlRendezvous) ->
         peer.end()
 
 
+def _let_read(link: Connection) -> None:
+    """P's process: lets D read `LARGE` bytes, and helps it as often as it is told."""
+    nixl_agent.WITHIN_A_HOST = WITH_HELP
+    agent, source = NixlAgent("still/sender", HOST), np.full(LARGE, 7, np.uint8)
+    agent.register(source)
+    link.send((agent.metadata, region_of(source)))
+    agent.add_peer(link.recv())
+    while times := link.recv():
+        for _ in range(times):
+            agent.progress()
+        link.send(times)
+    agent.close()
+
+
 def test_no_read_writes_when_its_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P stands still in the middle of a read, and goes on when D has closed the pair."""
+    """P stands still in the middle of a read, and goes on when D has closed the pair. The two are processes of their
+    own, as in a cluster: with both ends in one, UCX itself has failed here."""
     monkeypatch.setattr(nixl_agent, "WITHIN_A_HOST", WITH_HELP)
     before = num_descriptors()
-    p, d = NixlAgent("still/sender", HOST), NixlAgent("still/receiver", HOST)
-    source, target = np.full(LARGE, 7, np.uint8), np.zeros(LARGE, np.uint8)
-    p.register(source)
+    p = LinkedProcess(_let_read)
+    metadata, region = p.hears()
+    d, target = NixlAgent("still/receiver", HOST), np.zeros(LARGE, np.uint8)
     d.register(target)
-    p.add_peer(d.metadata)
-    d.add_peer(p.metadata)
-    number = d.read(target, LARGE, region_of(source))
-    ends_at = time.monotonic() + ANSWER_S
+    d.add_peer(metadata)
+    p.link.send(d.metadata)
+    number = d.read(target, LARGE, region)
     while not target.any():  # P helps until the first bytes are here
-        assert time.monotonic() < ends_at
         assert not d.is_done(number)
-        p.progress()
+        p.link.send(1)
+        assert p.hears() == 1
     d.close()
     assert not target[-(1 << 20) :].any(), "it was not in the middle"
     seen = checksum(target)
-    for _ in range(1000):
-        p.progress()
+    p.link.send(1000)
+    assert p.hears() == 1000
     assert checksum(target) == seen
-    p.close()
+    p.link.send(0)
+    p.process.join(ANSWER_S)
+    assert p.process.exitcode == 0
+    p.end()
     assert num_descriptors() <= before
     with pytest.raises(NixlError, match="closed"):
         d.progress()
