@@ -124,7 +124,7 @@ class FastSequence:
         """Number of units that it holds besides these."""
         self.promised = 0
         self.window_blocks = 0
-        """The most blocks that it will have, for which it was promised its windows; 0 without."""
+        """The number of blocks for which it is promised its windows; 0 without."""
         self.resume_at: tuple[int, ...] = ()
         """The numbers of units at which a resume point will be kept."""
         self.num_preemptions = 0
@@ -188,7 +188,9 @@ class FastRoom:
         """The windows of a model that has some."""
         if info.kv_layout.windows:
             limits = PoolLimits(info.max_num_seqs, info.token_budget)
-            self.windows = FastWindows(info.kv_layout, info.num_blocks, info.block_size, limits)
+            self.windows = FastWindows(
+                info.kv_layout, info.num_blocks, info.block_size, limits, config.watermark_blocks
+            )
             self.blocks.on_evict = self.windows.evicted
         self._num_named = 0
         """Number of names given to parts of answers that no prompt can match."""
@@ -201,7 +203,8 @@ class FastRoom:
         num_matched, num_cached = blocks.match(sequence.keys, sequence.ends, most)
         num_found = num_cached
         if self.windows is not None:
-            if not self.windows.has_room(self._longest(sequence)):
+            num_promised = blocks.units_for(self._num_tokens_to_reserve(sequence)) // blocks.per_block
+            if not self.windows.may_admit(num_promised, is_alone=is_alone()):
                 return False
             num_matched = self._resumable(self.windows, sequence, num_matched)
             num_cached = min(sequence.ends[num_matched - 1], num_found) if num_matched else 0
@@ -217,9 +220,9 @@ class FastRoom:
         blocks.num_reserved += wanted
         sequence.promised = wanted
         if self.windows is not None:
-            sequence.window_blocks = self._longest(sequence)
-            self.windows.promise(sequence.window_blocks)
-            end = max_cached_tokens(known) // HASH_BLOCK_TOKENS
+            sequence.window_blocks = num_promised
+            self.windows.promise(0, num_promised)
+            end = (known if sequence.phase == "offered" else max_cached_tokens(known)) // HASH_BLOCK_TOKENS
             sequence.resume_at = (end - end % blocks.per_block, num_found if num_found > num_cached else 0)
         sequence.locked, sequence.own = num_matched, 0
         sequence.computed = num_cached * HASH_BLOCK_TOKENS
@@ -228,14 +231,6 @@ class FastRoom:
         if sequence.swapped:
             self.extend(sequence, sequence.swapped)
         return True
-
-    def _longest(self, sequence: FastSequence) -> int:
-        """The most blocks of which the sequence can have KV here."""
-        num_tokens = _num_tokens(sequence)
-        if not sequence.holds:
-            num_left = sequence.spec.sampling.max_tokens - sequence.sent
-            num_tokens = min(num_tokens + max(0, num_left), max(self._max_model_len, num_tokens))
-        return self.blocks.units_for(num_tokens) // self.blocks.per_block
 
     def _resumable(self, windows: FastWindows, sequence: FastSequence, num_matched: int) -> int:
         """The number of leading keys, of those that are cached, that all groups can use."""
@@ -248,11 +243,7 @@ class FastRoom:
         return windows.received_to(sequence.keys, num_matched, num_blocks, per_block)
 
     def _note_points(self, windows: FastWindows, sequence: FastSequence) -> None:
-        """Note the resume points that the sequence has passed, and the end of a prompt that was received."""
-        per_block = self.blocks.per_block
-        received = sequence.num_given // HASH_BLOCK_TOKENS // per_block * per_block if sequence.is_copy else 0
-        if 0 < received <= sequence.num_locked:
-            windows.note_point(sequence.keys[received - 1], is_announced=False)
+        """Note the resume points that the sequence has passed."""
         for end in sequence.resume_at:
             if 0 < end <= sequence.num_locked:
                 self._note_point(windows, sequence, end)
@@ -280,16 +271,27 @@ class FastRoom:
 
     def extend(self, sequence: FastSequence, num_tokens: int) -> None:
         """Assign blocks for the tokens [0, num_tokens): promised ones first, then available ones."""
-        blocks = self.blocks
-        num_missing = blocks.units_for(num_tokens) - sequence.num_locked - sequence.own
+        blocks, num_units = self.blocks, self.blocks.units_for(num_tokens)
+        num_missing = num_units - sequence.num_locked - sequence.own
         if num_missing <= 0:
             return
+        if self.windows is not None and (num_blocks := num_units // blocks.per_block) > sequence.window_blocks:
+            self.windows.promise(sequence.window_blocks, num_blocks)
+            sequence.window_blocks = num_blocks
         num_promised = min(num_missing, sequence.promised)
         sequence.promised -= num_promised
         blocks.num_reserved -= num_promised
         sequence.own += num_missing
         blocks.num_own += num_missing
         blocks.make_room()
+
+    def can_extend(self, sequence: FastSequence, num_tokens: int) -> bool:
+        """Whether the last one of so many tokens can get a block in all groups."""
+        blocks, num_units = self.blocks, self.blocks.units_for(num_tokens)
+        has_block = num_units <= sequence.num_locked + sequence.own + sequence.promised
+        if not has_block and blocks.num_available < blocks.per_block:
+            return False
+        return self.windows is None or self.windows.has_room(sequence.window_blocks, num_units // blocks.per_block)
 
     def publish(self, sequence: FastSequence) -> None:
         """Put the computed full blocks of the given tokens into the prefix cache."""
@@ -328,7 +330,7 @@ class FastRoom:
             end = sequence.num_locked - sequence.num_locked % blocks.per_block
             if end and end == sequence.computed // HASH_BLOCK_TOKENS // blocks.per_block * blocks.per_block:
                 self._note_point(self.windows, sequence, end)
-            self.windows.take_back(sequence.window_blocks)
+            self.windows.promise(sequence.window_blocks, 0)
             sequence.window_blocks, sequence.resume_at = 0, ()
         num_locked, is_copy = sequence.locked, sequence.is_copy
         blocks.release(sequence.keys[:num_locked], sequence.sizes[:num_locked], sequence.own, is_copy=is_copy)
@@ -338,6 +340,8 @@ class FastRoom:
     def safe_steps(self, sequence: FastSequence) -> int:
         """The count of decode steps up to which the sequence has blocks, or a promise of them."""
         num_units = sequence.num_locked + sequence.own + sequence.promised
+        if self.windows is not None and not self.windows.is_enough(sequence.window_blocks):
+            num_units = min(num_units, sequence.window_blocks * self.blocks.per_block)
         return sequence.joined_at + num_units * HASH_BLOCK_TOKENS - sequence.num_known
 
 

@@ -378,7 +378,7 @@ class FastScheduler:
                 continue  # preempted for one before it
             self._sync(sequence)
             while sequence.phase == "decode" and self._room.safe_steps(sequence) <= self.steps:
-                if self._blocks.num_available >= self._blocks.per_block:
+                if self._room.can_extend(sequence, sequence.computed + 1):
                     self._room.extend(sequence, sequence.computed + 1)
                 else:
                     self._preempt(self._victim())

@@ -1,17 +1,18 @@
 """The pools of windows of a fast worker as counts, and where its prefixes can be resumed: the rules of
 `engine/blocks/window_group.py` and `resume_points.py`, without blocks.
 
-A sequence is promised the most that its windows take, or it is not admitted. What the promises leave of the pools holds
-resume points, each with whole windows; the least recently used ones are forgotten first.
+A sequence is promised what its windows take of the tokens that it is admitted with, and more as it grows. What the
+promises leave of the pools holds resume points, each with whole windows; the least recently used ones are forgotten
+first.
 
-Left out: points that share blocks, and hits beyond the points whose blocks happen to be there. So a simulated worker
-has at most the hits of a real one.
+Left out: points that share blocks, points that are too many on a path, and hits beyond the points whose blocks happen
+to be there.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from disagg.engine.cache_groups import PoolLimits, most_held, window_blocks, window_pools
@@ -31,24 +32,42 @@ class _Pool:
     """Most blocks of one sequence."""
     window: int
     """Blocks of the window, which a resume point needs."""
+    watermark: int
+    """Blocks that admission leaves available."""
     num_promised: int = 0
+
+    def promised_to(self, num_blocks: int) -> int:
+        """What a sequence of so many blocks is promised."""
+        return min(self.most, num_blocks)
 
 
 class FastWindows:
     """The windows of one worker. Owner: its `FastRoom`."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, limits: PoolLimits) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        limits: PoolLimits,
+        watermark_of: Callable[[int], int] = lambda num_blocks: 0,
+    ) -> None:
+        """`watermark_of`: blocks that admission leaves available of so many."""
         pools = window_pools(layout, num_blocks, block_size, limits)
         step_blocks = -(-limits.token_budget // block_size)
         self._pools = [
             _Pool(
-                pool, pool - step_blocks, most_held(group.window, block_size), window_blocks(group.window, block_size)
+                num_blocks=pool,
+                capacity=pool - step_blocks,
+                most=most_held(group.window, block_size),
+                window=window_blocks(group.window, block_size),
+                watermark=watermark_of(pool),
             )
             for group, pool in zip(layout.groups[1:], pools, strict=True)
         ]
-        self._points: OrderedDict[PieceKey, bool] = OrderedDict()
-        """The keys of the last block of each prefix that can be resumed, in the order of their last use, and whether
-        routers know of it."""
+        self._most = max(pool.most for pool in self._pools)
+        self._points: OrderedDict[PieceKey, None] = OrderedDict()
+        """The keys of the last block of each prefix that can be resumed, in the order of their last use."""
         self._events: list[tuple[bool, BlockHash]] = []
         """Pairs (whether the point was stored, else removed; its hash), in order."""
 
@@ -59,20 +78,29 @@ class FastWindows:
 
     # ------------------------------------------------------------ promises
 
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether a sequence of at most `num_blocks` blocks can be promised its windows."""
-        return all(pool.num_promised + min(pool.most, num_blocks) <= pool.capacity for pool in self._pools)
+    def may_admit(self, num_blocks: int, *, is_alone: bool) -> bool:
+        """Whether a sequence of `num_blocks` blocks can be promised its windows. One that is alone may have all."""
+        return all(
+            pool.num_promised + pool.promised_to(num_blocks) <= pool.capacity - (0 if is_alone else pool.watermark)
+            for pool in self._pools
+        )
 
-    def promise(self, num_blocks: int) -> None:
-        """Promise a sequence of at most `num_blocks` blocks its windows."""
+    def has_room(self, promised: int, num_blocks: int) -> bool:
+        """Whether a sequence that is promised its windows for `promised` blocks can have them for `num_blocks`."""
+        return all(
+            pool.num_promised + pool.promised_to(num_blocks) - pool.promised_to(promised) <= pool.capacity
+            for pool in self._pools
+        )
+
+    def promise(self, promised: int, num_blocks: int) -> None:
+        """Promise a sequence its windows for `num_blocks` blocks, in place of `promised`."""
         for pool in self._pools:
-            pool.num_promised += min(pool.most, num_blocks)
+            pool.num_promised += pool.promised_to(num_blocks) - pool.promised_to(promised)
         self._forget_surplus()
 
-    def take_back(self, num_blocks: int) -> None:
-        """Take the promise to such a sequence back."""
-        for pool in self._pools:
-            pool.num_promised -= min(pool.most, num_blocks)
+    def is_enough(self, promised: int) -> bool:
+        """Whether a sequence that is promised its windows for so many blocks needs no more, however long it gets."""
+        return promised >= self._most
 
     # ------------------------------------------------------------ resume points
 
@@ -97,12 +125,12 @@ class FastWindows:
         first `end` blocks."""
         return all(end >= num_blocks or num_blocks <= pool.window for pool in self._pools)
 
-    def note_point(self, key: PieceKey, *, is_announced: bool = True) -> None:
-        """Note that the prefix that ends with this block can be resumed, whether a worker announces it or not."""
-        if self._points.get(key, False) or (key in self._points and not is_announced):
+    def note_point(self, key: PieceKey) -> None:
+        """Note that the prefix that ends with this block can be resumed."""
+        if key in self._points:
             return
-        self._points[key] = is_announced
-        if is_announced and isinstance(key, bytes):
+        self._points[key] = None
+        if isinstance(key, bytes):
             self._events.append((True, key))
         self._forget_surplus()
 
@@ -110,15 +138,16 @@ class FastWindows:
         """Forget the points whose last block was evicted from the first group."""
         for key in keys:
             if key in self._points:
-                self._removed(key, self._points.pop(key))
+                del self._points[key]
+                self._removed(key)
 
     def _forget_surplus(self) -> None:
         most = min((pool.num_blocks - pool.num_promised) // pool.window for pool in self._pools)
         while len(self._points) > most:
-            self._removed(*self._points.popitem(last=False))
+            self._removed(self._points.popitem(last=False)[0])
 
-    def _removed(self, key: PieceKey, was_announced: bool) -> None:
-        if was_announced and isinstance(key, bytes):
+    def _removed(self, key: PieceKey) -> None:
+        if isinstance(key, bytes):
             self._events.append((False, key))
 
     def drain_events(self) -> tuple[KvEvent, ...]:

@@ -19,6 +19,7 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
 from disagg.simulator.durations.calibration_file import StepRecording, encode_recording
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES
+from tests.support.tiny_models import make_checkpoint
 
 USUAL = PlanOptions(
     model="llama-3-8b", device="h100", tp="1", prompt_tokens=1024, output_tokens=64, max_simulated=3, requests=None
@@ -115,6 +116,24 @@ def test_everything_is_written_as_json(tmp_path: Path) -> None:
     assert report["best"]["price_per_million_output_tokens"] == pytest.approx(3.0 / 3600 / 128 * 1e6)
     assert report["best"]["joules_per_million_output_tokens"] == pytest.approx(700 / 128 * 1e6)
     assert report["facts"]["weight_bytes"] == 16_060_522_496
+
+
+def test_the_pools_of_windows_and_what_experts_take_are_said(tmp_path: Path) -> None:
+    """Half of the layers of gpt-oss have a window; all have experts."""
+    folder = make_checkpoint("gpt_oss", tmp_path / "oss")
+    file = tmp_path / "plan.json"
+    given = options(model=str(folder), device="cpu-core", tp=None, prompt_tokens=100, output_tokens=20, json=file)
+    status, text = output(given)
+    assert status == 0
+    (width,) = json.loads(file.read_text())["facts"]["widths"]
+    memory, (full, window) = width["memory"], width["memory"]["groups"]
+    assert (full["window"], window["window"]) == (0, 16)
+    (line,) = [line for line in text.splitlines() if line.startswith("memory of each device, tp 1: ")]
+    assert f"KV of all tokens in {full['num_blocks']} blocks ({full['num_blocks'] * 16} tokens, " in line
+    assert f"KV of the last 16 tokens in {window['num_blocks']} blocks ({window['num_blocks'] * 16} tokens, " in line
+    assert line.endswith(f"GB of experts and {memory['scratch_bytes'] / 1e9:.2f} GB to compute them")
+    assert width["sequences"] == min(full["num_blocks"] // 8, (window["num_blocks"] - window["step_blocks"]) // 3)
+    assert "memory of each device" not in output(options())[1]
 
 
 def test_everything_is_drawn_as_a_page(tmp_path: Path) -> None:

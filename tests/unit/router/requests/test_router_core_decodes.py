@@ -71,4 +71,4 @@ def test_a_worker_shows_its_step_times_once_they_are_measured() -> None:
     first, second = it.core.view(0.0).workers
     assert second.steps is None
     assert first.steps is not None
-    assert [round(value, 3) for value in first.steps] == [5.0, 0.4, 0.0, 0.5, 0.0]
+    assert [round(value, 3) for value in first.steps] == [5.0, 0.4, 0.0, 0.5, 0.0, 0.0, 0.0]

@@ -12,6 +12,7 @@ from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.proto.ids import BlockHash
 from disagg.proto.messages import KvLayout, ResumeRemoved, ResumeStored, WindowKv
+from disagg.router.config import RouterConfig
 from disagg.simulator.cluster import Result, SimulatedCluster
 from disagg.simulator.fast.fast_windows import FastWindows
 from disagg.simulator.world.settings import EngineKind
@@ -37,14 +38,35 @@ def test_windows_are_promised_up_to_what_they_hold() -> None:
     """19 of 23 blocks may be promised: 6 to a long sequence, however long it is, 3 to one of 3 blocks."""
     it = windows()
     for num_blocks in (1000, 6, 7):
-        assert it.has_room(num_blocks)
-        it.promise(num_blocks)
+        assert it.may_admit(num_blocks, is_alone=False)
+        it.promise(0, num_blocks)
     assert it.num_promised == 18
-    assert it.has_room(1)
-    assert not it.has_room(2)
-    it.take_back(7)
-    it.promise(3)
+    assert it.may_admit(1, is_alone=False)
+    assert not it.may_admit(2, is_alone=False)
+    it.promise(7, 0)
+    it.promise(0, 3)
     assert it.num_promised == 15
+
+
+def test_a_sequence_that_grows_is_promised_more_until_it_is_enough() -> None:
+    it = windows()
+    it.promise(0, 15)
+    it.promise(0, 15)
+    it.promise(0, 4)
+    assert [it.has_room(4, num_blocks) for num_blocks in (5, 6, 7, 1000)] == [True] * 4
+    assert [it.is_enough(num_blocks) for num_blocks in (5, 6, 1000)] == [False, True, True]
+    it.promise(0, 2)
+    assert it.num_promised == 18
+    assert [it.has_room(4, num_blocks) for num_blocks in (4, 5, 6)] == [True, True, False]
+    it.promise(4, 5)
+    assert it.num_promised == 19
+
+
+def test_admission_leaves_the_watermark_unless_a_sequence_is_alone() -> None:
+    it = FastWindows(LAYOUT, 100, 16, LIMITS, lambda num_blocks: num_blocks // 2)
+    it.promise(0, 3)
+    assert [it.may_admit(6, is_alone=is_alone) for is_alone in (False, True)] == [False, True]
+    assert it.may_admit(5, is_alone=False)
 
 
 def test_a_prefix_is_resumed_at_its_deepest_point() -> None:
@@ -71,7 +93,7 @@ def test_points_take_what_promises_leave_and_the_least_recently_used_goes_first(
         it.note_point(key(number))
     it.resumable([key(0)], 1)
     it.drain_events()
-    it.promise(6)
+    it.promise(0, 6)
     assert it.drain_events() == (ResumeRemoved(hashes=(key(1),)),)
     it.note_point(key(9))
     assert it.drain_events() == (ResumeStored(hashes=(key(9),)), ResumeRemoved(hashes=(key(2),)))
@@ -84,9 +106,8 @@ def test_what_another_worker_need_not_send() -> None:
     assert [it.received_to(keys, num_cached, 10, 1) for num_cached in (3, 6, 9)] == [3, 6, 6]
     it.note_point(keys[7])
     assert [it.received_to(keys, num_cached, 10, 1) for num_cached in (7, 8, 9)] == [7, 8, 8]
-    it.note_point(keys[9], is_announced=False)  # received itself, and not announced
+    it.note_point(keys[9])  # of the same prompt, which was received before
     assert [it.received_to(keys, num_cached, 10, 1) for num_cached in (7, 9)] == [7, 9]
-    assert it.drain_events() == (ResumeStored(hashes=(keys[7],)),)
 
 
 # ---------------------------------------------------------------- beside the exact engine
@@ -145,3 +166,17 @@ def test_a_shared_beginning_is_hit_from_its_third_use_on() -> None:
     ]
     assert cached(simulated("fast", requests, colocated=1).records) == [0, 0, 320, 320]
     assert cached(simulated("exact", requests, colocated=1).records) == [0, 320, 320, 320]
+
+
+def test_answers_that_outgrow_the_pool_of_windows_are_preempted() -> None:
+    """Four prompts of 6 blocks fit; with their answers each takes 10, of which the pool has 46."""
+    requests = asked(*[(0.0, 90, 70)] * 7)
+    wide = KvLayout.sized(1000, [WindowKv(window=256, bytes_per_token=800)])
+    shape = {"colocated": 1, "max_num_seqs": 12, "token_budget": 64, "num_blocks": 84, "decode_reserve_tokens": 0}
+    spec = dataclasses.replace(cluster_spec(engine="fast", router=RouterConfig(watermark=0), **shape), kv_layout=wide)
+    cluster = SimulatedCluster(spec, requests)
+    assert cluster.run().problems == []
+    assert cluster.num_preemptions > 0
+    plain = SimulatedCluster(dataclasses.replace(spec, kv_layout=KvLayout.sized(1000)), requests)
+    assert plain.run().problems == []
+    assert plain.num_preemptions == 0
