@@ -28,8 +28,9 @@ def new_cache(num_blocks: int, layers: int, K: int, block_size: int, D: int, dty
 def write(cache_NKBD: Tensor, table: Sequence[int], rows_CKD: Tensor) -> None:
     """Put row i at position i of a sequence with these blocks."""
     block_size = cache_NKBD.shape[2]
-    for position, row_KD in enumerate(rows_CKD):
-        cache_NKBD[table[position // block_size], :, position % block_size] = row_KD
+    for start in range(0, len(rows_CKD), block_size):
+        rows_BKD = rows_CKD[start : start + block_size]
+        cache_NKBD[table[start // block_size], :, : len(rows_BKD)] = rows_BKD.transpose(0, 1)
 
 
 def attend(
