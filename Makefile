@@ -35,10 +35,12 @@ help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
 
+# The C++ kernels need no packages: they are compiled beside pip, which uses one core. The last step waits for the result.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "disagg needs Python >= 3.11; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
 	@mkdir -p build
+	@PYTHONPATH=src $(PYTHON) -m disagg.kernels.cpu.build > build/kernels-beside.log 2>&1 < /dev/null &
 	@[ -x $(BIN)/python ] || $(QUIET) "Creating $(VENV)" build/venv.log $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(QUIET) "Installing $(TORCH) (the largest part)" build/install-torch.log $(PIP) -c constraints.txt '$(TORCH)'
