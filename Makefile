@@ -63,9 +63,9 @@ serve: model ## a cluster on this machine, until Ctrl-C (ARGS='--config FILE')
 test: export OMP_NUM_THREADS = 1
 test: export TOKENIZERS_PARALLELISM = false
 test: model ## unit and integration tests
-	@echo "Testing (about nine minutes on two cores; ARGS that match no test of one part are fine)"
+	@echo "Testing (about eleven minutes on two cores; ARGS that match no test of one part are fine)"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests/unit $(ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
 
 test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(STAMP) ## tests that take too long for every change
