@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.token_ids import PackedTokenIds, check_packed, num_token_ids
 
@@ -29,6 +30,14 @@ the sequence with its KV and continues it (see `Migrate`); `failed` is a fault; 
 cause, so that it is not tried again: no token can be sampled with its settings."""
 
 MAX_FRAME_BYTES = 16 << 20
+
+TierName = Literal["host", "disk"]
+"""Where a worker keeps KV beside its device cache: host memory, or a folder."""
+
+EXTENT_TOKENS = 128
+"""Tokens of an extent, the unit in which tiers keep KV: large enough that a copy, or a file, costs more than its call;
+small enough that little of a prompt is in none."""
+HASHES_PER_EXTENT = EXTENT_TOKENS // HASH_BLOCK_TOKENS
 
 NonEmptyHash = Annotated[BlockHash, msgspec.Meta(min_length=1)]
 
@@ -249,6 +258,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Limit on the time between tokens in milliseconds, as in `EngineLimits`."""
     start_phases: tuple[StartPhase, ...] = ()
     """Phases of its start, from the controller's order to its registration; empty where they were not measured."""
+    tiers: tuple[TierName, ...] = ()
+    """Where it keeps KV beside its device cache."""
     arithmetic: str = ""
     """Kind of arithmetic, such as `fma` or `avx512-bf16`. Workers with the same arithmetic continue each other's
     answers bit for bit. Any pair can hand over; where the two differ, the tokens are those that the decode worker
@@ -547,6 +558,8 @@ class BlocksSnapshot(Message, frozen=True, kw_only=True, tag=True):
     hashes: tuple[NonEmptyHash, ...]
     resume: tuple[NonEmptyHash, ...] = ()
     """The last block of each prefix that can be resumed; for a layout with windows only."""
+    tiers: dict[TierName, tuple[NonEmptyHash, ...]] = {}
+    """The extents in each of its tiers, by their last blocks."""
 
 
 class ResumeStored(Message, frozen=True, kw_only=True, tag=True):
@@ -562,7 +575,21 @@ class ResumeRemoved(Message, frozen=True, kw_only=True, tag=True):
     hashes: tuple[NonEmptyHash, ...]
 
 
-KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot | ResumeStored | ResumeRemoved
+class TierStored(Message, frozen=True, kw_only=True, tag=True):
+    """The extents that end with these blocks can now be loaded from a tier of this worker."""
+
+    tier: TierName
+    hashes: tuple[NonEmptyHash, ...]
+
+
+class TierRemoved(Message, frozen=True, kw_only=True, tag=True):
+    """The extents that end with these blocks are gone from a tier."""
+
+    tier: TierName
+    hashes: tuple[NonEmptyHash, ...]
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksSnapshot | ResumeStored | ResumeRemoved | TierStored | TierRemoved
 
 
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1.0)]
@@ -614,6 +641,23 @@ class TransferCount(Message, frozen=True, kw_only=True):
     """Number of failures by reason."""
 
 
+class TierCounts(Message, frozen=True, kw_only=True):
+    """What a worker keeps in one tier of KV beside its device cache, and what it did with it since its start."""
+
+    name: TierName
+    extent_ms: float = 0.0
+    """Milliseconds that it expects to take to load an extent."""
+    capacity_bytes: int = 0
+    held_bytes: int = 0
+    written_extents: int = 0
+    loaded_extents: int = 0
+    evicted_extents: int = 0
+    failed_extents: int = 0
+    """Extents that could not be written or read."""
+    off_reason: str = ""
+    """Why the tier is not used at present; empty while it is."""
+
+
 class WorkerMetrics(Message, frozen=True, kw_only=True):
     """Counters of one incarnation of a worker; they only grow."""
 
@@ -645,6 +689,12 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     """Of each layer with experts, the tokens of its busiest expert over those of an average one since the start; no
     counter."""
     transfers: tuple[TransferCount, ...] = ()
+    loaded_tokens: int = 0
+    """Prompt tokens whose KV was loaded from a tier; they are among `cached_tokens`."""
+    dropped_extents: int = 0
+    """Extents that were to be written to a tier and were not, because their blocks were needed first."""
+    tiers: tuple[TierCounts, ...] = ()
+    """The tiers that it has."""
 
 
 MAX_DRAFT = 15

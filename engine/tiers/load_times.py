@@ -1,0 +1,88 @@
+"""How long it takes to load extents from a tier, and whether to load a prefix or to compute it. Pure.
+
+A prefix is loaded only where that is quicker than computing it, by what this worker has measured of both. A tier that
+was slow is not used, and so not measured any more; after `TRIED_AGAIN_S` it counts as being as fast as at its best, or
+as was assumed at first, so that one load shows what it is like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from disagg.proto.messages import EXTENT_TOKENS
+
+TRIED_AGAIN_S = 30.0
+_WEIGHT = 1 / 8
+"""Weight of the latest load of an extent in the mean."""
+
+
+class LoadTimes:
+    """The mean time to load an extent from one tier. Owner: the tier store. `first_ms`: assumed until one was
+    loaded."""
+
+    def __init__(self, first_ms: float) -> None:
+        self._mean_ms = first_ms
+        self._best_ms = first_ms
+        self._seen_at = -math.inf
+        self._is_measured = False
+
+    def observe(self, ms: float, now: float) -> None:
+        """An extent was loaded in so many milliseconds."""
+        if not self._is_measured or (ms < self._mean_ms and now > self._seen_at + TRIED_AGAIN_S):
+            self._mean_ms = ms
+        else:
+            self._mean_ms += _WEIGHT * (ms - self._mean_ms)
+        self._best_ms = min(self._best_ms, self._mean_ms)
+        self._is_measured, self._seen_at = True, now
+
+    def late(self) -> None:
+        """A load ended before it was done, because it took too long."""
+        self._mean_ms *= 2.0
+
+    def ms(self, now: float) -> float:
+        """Milliseconds that an extent is expected to take."""
+        return self._best_ms if now > self._seen_at + TRIED_AGAIN_S else self._mean_ms
+
+
+class Loadable(NamedTuple):
+    """What tiers have of a prompt, in leading extents."""
+
+    cached_tokens: int
+    """Tokens in the device cache."""
+    num_host: int
+    num_disk: int
+    host_ms: float
+    """Milliseconds that an extent of each tier takes."""
+    disk_ms: float
+
+
+class LoadPlan(NamedTuple):
+    """Extents [start, end) are loaded: those before `host_end` from host memory, the others from disk."""
+
+    start: int
+    host_end: int
+    end: int
+    ms: float
+    """Predicted milliseconds of the load."""
+    compute_ms: float
+    """Predicted milliseconds to compute these tokens instead."""
+
+
+def plan_load(has: Loadable, compute_ms: Callable[[int, int], float]) -> LoadPlan | None:
+    """The load that makes a prompt ready soonest; None where computing alone does. `compute_ms(start, end)`: predicted
+    milliseconds to compute tokens [start, end)."""
+    start = has.cached_tokens // EXTENT_TOKENS
+    best: LoadPlan | None = None
+    best_gain = 0.0
+    for end in sorted({has.num_host, max(has.num_host, has.num_disk)}):
+        if end <= start:
+            continue
+        host_end = min(end, max(start, has.num_host))
+        ms = (host_end - start) * has.host_ms + (end - host_end) * has.disk_ms
+        computing_ms = compute_ms(has.cached_tokens, end * EXTENT_TOKENS)
+        if computing_ms - ms > best_gain:
+            best_gain = computing_ms - ms
+            best = LoadPlan(start, host_end, end, ms, computing_ms)
+    return best
