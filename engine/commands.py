@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disagg.engine.plan import Buffer, Copying
+from disagg.engine.tiers.extents import Extent
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
 
@@ -136,7 +137,66 @@ class End:
     detail: str = ""
 
 
-Command = Add | Reserve | Join | Release | Gather | GatherFailed | Scatter | Export | Hold | Unhold | Extend | End
+@dataclass(frozen=True, slots=True)
+class TierWritten:
+    """The file of write `number` is there, or could not be written. No answer."""
+
+    number: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierRead:
+    """The file of read `number` is in its buffer and checked, or could not be read. No answer."""
+
+    number: int
+    ok: bool
+    ms: float = 0.0
+    """Milliseconds that it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierScanned:
+    """What the folder of the disk tier has. No answer."""
+
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierFailed:
+    """The folder of the disk tier cannot be used. No answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierForget:
+    """Drop what tiers have of a tenant, and delete its files. No answer."""
+
+    tag: bytes
+
+
+TierAnswer = TierWritten | TierRead | TierScanned | TierFailed | TierForget
+
+Command = (
+    Add
+    | Reserve
+    | Join
+    | Release
+    | Gather
+    | GatherFailed
+    | Scatter
+    | Export
+    | Hold
+    | Unhold
+    | Extend
+    | End
+    | TierWritten
+    | TierRead
+    | TierScanned
+    | TierFailed
+    | TierForget
+)
 
 
 class TokenSampled(msgspec.Struct, frozen=True):

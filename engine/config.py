@@ -135,6 +135,33 @@ def resolved_speculation(options: SpeculationOptions, device: str, *, is_fake: b
     return msgspec.structs.replace(options, method="off" if is_off else "lookup")
 
 
+class DiskTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A folder with KV."""
+
+    path: Name
+    """Folder. Each worker has a folder of its own below it, named like the worker, unless it is `shared`. Only the
+    user of the workers may read it: texts can be guessed from KV."""
+    bytes: Bytes
+    """Most that a worker keeps there."""
+    shared: bool = False
+    """Whether all workers of a model use the same files. Then `bytes` is for all of them together."""
+
+
+class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a worker that computes prompts keeps KV that its device cache has no room for."""
+
+    host_bytes: NonNegativeInt = 0
+    """Host memory of each worker, beside `swap_bytes`; 0 for none."""
+    disk: DiskTier | None = None
+    """`{path, bytes, shared}`: files, which the next process of the worker finds again. `null` for none."""
+    min_tokens: Count = 1024
+    """Prompts with more tokens are kept at their first use, others at their second."""
+    write_mb_per_s: Positive = 200.0
+    """Most megabytes that a worker writes in a second."""
+    max_loading: Count = 4
+    """Sequences of a worker whose KV is loaded at a time."""
+
+
 class EngineLimits(KvReserve, frozen=True, kw_only=True):
     """How much a worker computes and holds at a time."""
 
@@ -266,6 +293,9 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     others travels; 0 for no such step. Costs the overhead of a step, saves the stream most of the wait for its KV."""
     swap_bytes: NonNegativeInt = _CPU.swap_bytes
     """Host memory for the KV of preempted sequences; 0 keeps none, so that they are computed again."""
+    tiers: TierOptions | None = None
+    """Tiers of KV beside the device cache; None without any. The path of `disk` is this worker's own folder, unless it
+    is shared."""
     transport: TransportName = "gloo"
     plaintext_kv: bool = False
     """Whether KV may leave this host unencrypted; see `check_kv_stays_private`."""

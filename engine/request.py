@@ -6,6 +6,7 @@ RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by
 RUNNING ──> HELD ──> (ended), RUNNING    migration: it goes on on another worker, or here again if that fails
 RUNNING ──> SUSPENDED ──> RUNNING        preemption: blocks released, KV kept in host memory until there is room
 RUNNING ──> WAITING                      preemption without such memory: tokens kept, computed again
+LOADING ──> WAITING                      its prefix was loaded from a tier; see `tiers/loading.py`
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class SequenceState(enum.Enum):
     SUSPENDED = "suspended"
     HELD = "held"
     RESERVED = "reserved"
+    LOADING = "loading"
     ENDED = "ended"
 
 
@@ -95,6 +97,8 @@ class Sequence:
     """Tokens behind which it is to be resumable when it has passed them, for a model with windows."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of full 16-token blocks, from the spec and then extended as decode fills blocks."""
+    loading_tokens: int = 0
+    """Leading tokens whose KV is in the device cache once it is loaded; 0 unless LOADING."""
     cached_tokens: int = 0
     """Leading tokens that were found in the prefix cache at admission."""
     reserved_blocks: int = 0
@@ -178,6 +182,8 @@ class Sequence:
         count."""
         if self.state is SequenceState.WAITING:
             return self.num_uncomputed_tokens
+        if self.state is SequenceState.LOADING:
+            return self.num_tokens - max(self.num_computed_tokens, self.loading_tokens)
         if self.state not in (SequenceState.RUNNING, SequenceState.SUSPENDED):
             return 0
         num_computed = max(self.num_computed_tokens, self.swapped_tokens)

@@ -84,6 +84,25 @@ class KVCacheManager:
         self.extend(sequence, sequence.swapped_tokens)
         return True
 
+    def most_cached(self, sequence: Sequence) -> int:
+        """How many of its leading tokens a new sequence may take from the prefix cache, at most."""
+        cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
+        return min(cap, len(sequence.prompt_logprobs)) if sequence.gathers_prompt else cap
+
+    def admit_loading(self, sequence: Sequence, num_cached: int, num_tokens: int) -> bool:
+        """Lock the first `num_cached` tokens of a sequence that is loaded from a tier, which are cached, and reserve
+        blocks for its tokens up to `num_tokens`, if there are any. For a model without windows."""
+        blocks = self.blocks
+        matched = blocks.match_prefix(sequence.block_hashes, num_cached)
+        num_to_reserve = blocks.blocks_for(num_tokens) - len(matched)
+        if num_to_reserve > blocks.available_after_lock(matched):
+            return False
+        blocks.lock(matched)
+        blocks.reserve(num_to_reserve)
+        sequence.block_table, sequence.reserved_blocks = matched, num_to_reserve
+        sequence.num_computed_tokens = len(matched) * blocks.block_size
+        return True
+
     def lacking(self, sequence: Sequence) -> str:
         """What a sequence lacks that was not admitted."""
         window = self._short_window(sequence)
@@ -191,9 +210,7 @@ class KVCacheManager:
     def _match(self, sequence: Sequence, piece_tokens: int) -> _Match:
         """What is cached. A piece of a suspended sequence is copied as a whole, so its prefix ends with one, unless it
         reaches as far as the copy."""
-        cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
-        if sequence.gathers_prompt:
-            cap = min(cap, len(sequence.prompt_logprobs))
+        cap = self.most_cached(sequence)
         if self.windows and sequence.swapped_tokens:
             cap = min(cap, sequence.swapped_tokens)
         matched, block_size = self.blocks.match_prefix(sequence.block_hashes, cap), self.blocks.block_size

@@ -57,6 +57,11 @@ from disagg.engine.commands import (
     ReserveRefused,
     Scatter,
     Scattered,
+    TierFailed,
+    TierForget,
+    TierRead,
+    TierScanned,
+    TierWritten,
     Unhold,
 )
 from disagg.engine.config import WorkerConfig
@@ -75,9 +80,11 @@ from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.speculation.lookup import Lookup
 from disagg.engine.speculation.proposer import Proposer
 from disagg.engine.speculation.speculation import Speculation
+from disagg.engine.tiers.store import TierParts
+from disagg.engine.tiers.tiers import Tiers
 from disagg.proto.config import check_bounds
 from disagg.proto.ids import AttemptKey, GatewayId
-from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample
+from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample, TierName
 from disagg.step_times.step_model import StepModel
 
 _log = logging.getLogger(__name__)
@@ -89,13 +96,22 @@ _NO_GATEWAY = GatewayId("")
 class EngineCore:
     """All sequences of one worker. Owner: the engine thread; every method is called from it.
 
-    `calibration`: steps that were measured before, by which it is predicted how long others take.
+    `calibration`: steps that were measured before, by which it is predicted how long others take. `tier_parts`: clock
+    and files of the tiers, where `config` has some.
 
     Raises:
         ValueError: if the runner's cache or the configuration cannot work.
+        ConfigError: if `config.tiers` cannot.
     """
 
-    def __init__(self, runner: ModelRunner, *, config: WorkerConfig, calibration: Seq[StepSample] = ()) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        config: WorkerConfig,
+        calibration: Seq[StepSample] = (),
+        tier_parts: TierParts | None = None,
+    ) -> None:
         check_bounds(config, "worker")
         self._runner = runner
         swap = swap_pool(runner, config.swap_bytes)
@@ -136,6 +152,10 @@ class EngineCore:
             speculation=_speculation_of(config, runner.proposer, calibration),
             windows=_windows_of(runner, config, self._pools),
         )
+        self._token_budget = config.token_budget
+        self._tiers: Tiers | None = None
+        if config.tiers is not None:
+            self._tiers = Tiers(config, runner, self._scheduler, self._compute_ms, tier_parts or TierParts())
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
         self._joined: list[tuple[Sequence, float]] = []
@@ -161,6 +181,8 @@ class EngineCore:
         """Whether `step` would compute something, or finish what is under way."""
         if self._scheduler.running or self._steps.is_under_way:
             return True
+        if self._tiers is not None and self._tiers.can_go_on:
+            return True
         return len(self._scheduler.waiting) > 0 and not self._stalled
 
     @property
@@ -182,7 +204,10 @@ class EngineCore:
     def next_deadline(self) -> float | None:
         """When `step` must be called at the latest, also without work."""
         head = self._deadlines.peek()
-        return None if head is None else head[0][0]
+        due = math.inf if self._tiers is None else self._tiers.due_at
+        if head is not None:
+            due = min(due, head[0][0])
+        return None if due == math.inf else due
 
     # ------------------------------------------------------------ steps without sequences
 
@@ -245,6 +270,10 @@ class EngineCore:
                 events = []
             case Extend():
                 events = self._extend(command)
+            case TierWritten() | TierRead() | TierScanned() | TierFailed() | TierForget():
+                if self._tiers is not None:
+                    self._tiers.handle(command, now)
+                events = []
             case End(key, reason, detail):
                 sequence = self._scheduler.sequences.get(key)
                 events = [] if sequence is None else [self._scheduler.end(sequence, reason, detail)]
@@ -261,7 +290,8 @@ class EngineCore:
         why_not = self._refusal(sequence)
         if why_not is not None:
             return [Ended(spec.key, spec.gateway_id, *why_not)]
-        self._scheduler.add(sequence)
+        if self._tiers is None or not self._tiers.loads(sequence, now):
+            self._scheduler.add(sequence)
         self._watch_deadline(sequence)
         return []
 
@@ -410,6 +440,8 @@ class EngineCore:
         """End what is out of time, and decide what the next step computes."""
         self._note_time(now)
         events: list[Event] = [*self._copied(wait=False), *self._expire(now)]
+        if self._tiers is not None and self._tiers.turn(now):
+            self._stalled = False
         self._scheduler.advance(now)
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._steps.plan()
@@ -509,7 +541,7 @@ class EngineCore:
         num_suspended = scheduler.swap.num_kept
         return Load(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) - num_suspended + scheduler.num_reserved,
+            num_waiting=len(scheduler.waiting) - num_suspended + scheduler.num_reserved + self._num_loading,
             num_suspended=num_suspended,
             uncomputed_prompt_tokens=sum(it.num_uncomputed_prompt_tokens for it in scheduler.sequences.values()),
             blocks_total=self._blocks.num_blocks,
@@ -536,17 +568,31 @@ class EngineCore:
             totals["swapped_in_blocks"],
             *drafts,
         )
+        if self._tiers is not None:
+            found = found._replace(
+                loaded_tokens=self._tiers.num_loaded_tokens,
+                dropped_extents=self._tiers.num_dropped,
+                tiers=self._tiers.counts(),
+            )
         return found._replace(expert_imbalance=self._runner.expert_imbalance)
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
         """What was put into the prefix cache or evicted since the last call, in order; then the same of resume
-        points."""
-        return self._blocks.prefix.drain_events() + self._scheduler.kv_cache.points.drain_events()
+        points, and of tiers."""
+        events = self._blocks.prefix.drain_events() + self._scheduler.kv_cache.points.drain_events()
+        return events if self._tiers is None else events + self._tiers.drain_events()
+
+    @property
+    def tiers(self) -> tuple[TierName, ...]:
+        """The tiers of KV that there are beside the device cache."""
+        return () if self._tiers is None else self._tiers.names
 
     def prefix_snapshot(self) -> BlocksSnapshot:
         """All prefix blocks that can be hit now, and resume points."""
         snapshot = self._blocks.prefix.snapshot()
         points = self._scheduler.kv_cache.points.snapshot()
+        if self._tiers is not None:
+            snapshot = msgspec.structs.replace(snapshot, tiers=self._tiers.snapshot())
         return msgspec.structs.replace(snapshot, resume=points) if points else snapshot
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
@@ -568,11 +614,22 @@ class EngineCore:
         problems = scheduler_findings(self._scheduler)
         problems += self._moves.check_integrity()
         problems += self._landing.check_integrity(reserved)
+        if self._tiers is not None:
+            problems += self._tiers.check_integrity()
         if with_deadline != len(self._deadlines):
             problems.append(f"{len(self._deadlines)} deadlines are watched, {with_deadline} sequences have one")
         return problems
 
     # ------------------------------------------------------------ inside
+
+    @property
+    def _num_loading(self) -> int:
+        return 0 if self._tiers is None else self._tiers.num_loading
+
+    def _compute_ms(self, start: int, end: int) -> float:
+        """Predicted milliseconds to compute prompt tokens [start, end) in steps without others."""
+        coefficients, num_tokens = self._model.coefficients, end - start
+        return coefficients.prompt_ms(start, num_tokens) + coefficients.base_ms * num_tokens / self._token_budget
 
     def _note_time(self, now: float) -> None:
         for cached in (self._cached, *self._pools):
@@ -599,6 +656,8 @@ class EngineCore:
 
     def _forget(self, key: AttemptKey) -> None:
         self._deadlines.discard(key)
+        if self._tiers is not None:
+            self._tiers.forget(key)
         self._landing.forget(key)
         self._moves.forget(key)
 

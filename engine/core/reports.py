@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TransferCount, WorkerMetrics
+from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TierCounts, TransferCount, WorkerMetrics
 
 
 class EngineTotals(NamedTuple):
@@ -32,6 +32,10 @@ class EngineTotals(NamedTuple):
     draft_runs: tuple[int, ...] = ()
     """As in `WorkerMetrics`, like the three before."""
     expert_imbalance: tuple[float, ...] = ()
+    loaded_tokens: int = 0
+    """Prompt tokens whose KV was loaded from a tier; among the cached ones."""
+    dropped_extents: int = 0
+    tiers: tuple[TierCounts, ...] = ()
 
 
 class WorkerCounters:
@@ -74,6 +78,9 @@ class WorkerCounters:
             draft_runs=self._totals.draft_runs,
             expert_imbalance=self._totals.expert_imbalance,
             transfers=transfers,
+            loaded_tokens=self._totals.loaded_tokens,
+            dropped_extents=self._totals.dropped_extents,
+            tiers=self._totals.tiers,
         )
 
 

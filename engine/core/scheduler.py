@@ -138,6 +138,8 @@ class Scheduler:
         self.kv_cache = KVCacheManager(
             blocks, max_model_len=self.max_model_len, decode_reserve_tokens=decode_reserve_tokens, windows=windows
         )
+        self.on_drop: Callable[[Sequence, bool], None] | None = None
+        """Called with each sequence before it gives back its blocks, and whether it ended with its whole answer."""
         self._effects: list[Effect] = []
         self._slack = slack
         self._limit = limit
@@ -155,6 +157,18 @@ class Scheduler:
         self.waiting.push(self._order(sequence), sequence)
         if self._slack is not None:
             self._slack.waits(sequence)
+
+    def load(self, sequence: Sequence) -> None:
+        """Take in a sequence whose prefix is loaded from a tier before it is queued by `begin`."""
+        sequence.state = SequenceState.LOADING
+        self.sequences[sequence.key] = sequence
+
+    def begin(self, sequence: Sequence) -> None:
+        """Queue a LOADING sequence. What was loaded is in the prefix cache, where it is the last to be evicted."""
+        assert sequence.state is SequenceState.LOADING
+        self.kv_cache.free(sequence)
+        sequence.state, sequence.loading_tokens = SequenceState.WAITING, 0
+        self.add(sequence)
 
     def reserve(self, sequence: Sequence) -> str | None:
         """Reserve a place and blocks for a sequence in state RESERVED and lock its cached prefix. Returns why not, or
@@ -184,8 +198,9 @@ class Scheduler:
         self.kv_cache.publish(sequence, start)
         return [self._append(sequence, token_id, logprobs), *self._end_if_finished(sequence)]
 
-    def drop(self, sequence: Sequence) -> None:
-        """Forget a live sequence in any state, and everything it holds."""
+    def drop(self, sequence: Sequence, *, has_answered: bool = False) -> None:
+        """Forget a live sequence in any state, and everything it holds. `has_answered`: it ended with its whole
+        answer."""
         if sequence in self.waiting:
             self._take_from_queue(sequence)
         elif sequence.state is SequenceState.RUNNING:
@@ -198,13 +213,15 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.forget(sequence)
         self.swap.free_slots(sequence.key)
+        if self.on_drop is not None:
+            self.on_drop(sequence, has_answered)
         self.kv_cache.free(sequence)
         del self.sequences[sequence.key]
         sequence.state = SequenceState.ENDED
 
     def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
         """Drop a live sequence; the event."""
-        self.drop(sequence)
+        self.drop(sequence, has_answered=reason in ("stop", "length") and not sequence.hold_after_prefill)
         return Ended(
             sequence.key,
             sequence.spec.gateway_id,

@@ -105,6 +105,7 @@ def _check_counts(scheduler: Scheduler) -> list[str]:
         "waiting or suspended": (len(in_queue), len(scheduler.waiting)),
         "running": (len(by_state[SequenceState.RUNNING]), len(scheduler.running)),
         "reserved": (len(by_state[SequenceState.RESERVED]), scheduler.num_reserved),
+        "loading and in the queue": (sum(s in scheduler.waiting for s in by_state[SequenceState.LOADING]), 0),
         "held and leaving": (sum(s.is_leaving for s in by_state[SequenceState.HELD]), scheduler.num_leaving),
         "ended": (len(by_state[SequenceState.ENDED]), 0),
     }

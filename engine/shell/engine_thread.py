@@ -174,11 +174,11 @@ class EngineThread:
         """Sleep while there is nothing to do; false when the thread shall end."""
         with self._wake:
             while not (self._inbox or self._calls or self._stopping or self._core.has_work):
-                if self._is_unchecked:
+                now, deadline = self._clock(), self._core.next_deadline
+                if self._is_unchecked and (deadline is None or deadline > now + IDLE_CHECK_AFTER_S):
                     if not self._wake.wait(IDLE_CHECK_AFTER_S):
                         self._check_idle()
                     continue
-                now, deadline = self._clock(), self._core.next_deadline
                 due = min(self._core.idle_step_at(now), math.inf if deadline is None else deadline)
                 if due == math.inf:
                     self._wake.wait()

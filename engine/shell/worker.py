@@ -42,7 +42,9 @@ from disagg.engine.shell.engine_thread import Batch, EngineThread
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
 from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
+from disagg.engine.shell.tier_disk import TierDisk, open_tier_disk
 from disagg.engine.start_stages import StartStages
+from disagg.engine.tiers.store import TierParts
 from disagg.proto.clock.process_clock import AwakeLoop, process_clock
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId, is_probe
@@ -119,6 +121,7 @@ class Worker:
         self._now = process_clock().now
         self.stages = StartStages(time.monotonic)
         """Stages of the worker's start."""
+        self._tier_disk: TierDisk | None = None
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -155,10 +158,16 @@ class Worker:
         with remembered_calibration(runner, config) as memory:
             self._calibration = memory.samples = self._measured(runner, memory.samples)
         self.stages.end()
-        core = EngineCore(self.parts.wrap_runner(runner), config=config, calibration=self._calibration)
+        self._tier_disk = open_tier_disk(config, runner, self.cluster_secret)
+        core = EngineCore(
+            self.parts.wrap_runner(runner),
+            config=config,
+            calibration=self._calibration,
+            tier_parts=TierParts(process_clock().now, self._tier_disk),
+        )
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, self._on_gathered, config.token_interval_s)
-        self._max_model_len, self._idle_load = core.max_model_len, core.load()
+        self._max_model_len, self._idle_load, self._tiers = core.max_model_len, core.load(), core.tiers
 
     def _measured(self, runner: ModelRunner, known: tuple[StepSample, ...]) -> tuple[StepSample, ...]:
         """What the router begins with; by processor time where this thread takes part in all that is computed."""
@@ -190,6 +199,8 @@ class Worker:
         self._end_thread("asyncio", self._join_asyncio, grace_s)
         if self._end_thread("engine", self._engine.stop, grace_s) and self._group is not None:
             self._group.close()
+        if self._tier_disk is not None and not self._tier_disk.stop(grace_s):
+            logger.error("%s: the disk of its KV tier did not answer in %.0f s", self.config.worker_id, grace_s)
 
     def _end_thread(self, name: str, wait: Callable[[float], bool], grace_s: float) -> bool:
         """`wait` for a thread to end; whether it did. Another rank that hangs may hold it up, and is ended then."""
@@ -240,6 +251,8 @@ class Worker:
         role_handlers = [handler for role in self._roles for handler in role.handlers()]
         port = await self._service.bind(self.config.host, self.config.port, role_handlers)
         self._engine.start()
+        if self._tier_disk is not None:
+            self._tier_disk.start(self._engine.post)
         for role in self._roles:
             await role.start()
         self.stages.end()
@@ -281,6 +294,7 @@ class Worker:
             scheduling=config.scheduling,
             max_itl_ms=config.max_itl_ms,
             start_phases=self.stages.phases,
+            tiers=self._tiers,
             arithmetic=runner.arithmetic,
             expert_share=runner.expert_share,
             buffers=(*runner.buffers, BufferSize("swap", config.swap_bytes)),

@@ -10,7 +10,7 @@ Owner: the fleet.
 from __future__ import annotations
 
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.messages import TransferCount, WorkerMetrics, WorkerReport
+from disagg.proto.messages import TierCounts, TransferCount, WorkerMetrics, WorkerReport
 
 
 class WorkerCounts:
@@ -66,6 +66,28 @@ def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
         draft_runs=_add_counts(one.draft_runs, other.draft_runs),
         expert_imbalance=other.expert_imbalance,
         transfers=tuple(transfers.values()),
+        loaded_tokens=one.loaded_tokens + other.loaded_tokens,
+        dropped_extents=one.dropped_extents + other.dropped_extents,
+        tiers=_add_tiers(one.tiers, other.tiers),
+    )
+
+
+def _add_tiers(one: tuple[TierCounts, ...], other: tuple[TierCounts, ...]) -> tuple[TierCounts, ...]:
+    """What is held, and whether it is used, is the other's."""
+    past = {tier.name: tier for tier in one}
+    return tuple([_add_tier(past.get(tier.name, TierCounts(name=tier.name)), tier) for tier in other])
+
+
+def _add_tier(one: TierCounts, other: TierCounts) -> TierCounts:
+    return TierCounts(
+        name=other.name,
+        capacity_bytes=other.capacity_bytes,
+        held_bytes=other.held_bytes,
+        written_extents=one.written_extents + other.written_extents,
+        loaded_extents=one.loaded_extents + other.loaded_extents,
+        evicted_extents=one.evicted_extents + other.evicted_extents,
+        failed_extents=one.failed_extents + other.failed_extents,
+        off_reason=other.off_reason,
     )
 
 

@@ -1,0 +1,446 @@
+"""The tiers of one worker, the memory behind them, and the copies: host memory, and files that a thread of the shell
+reads and writes. Pure: what takes long is ordered here, and answered by a command.
+
+    write    blocks ──gather──> slot of host memory ──order──> file        a file is written from the slot, which
+                          └───> staging buffer ───────order──> file        is pinned until then, or from a buffer
+    load     slot ──scatter──> blocks         file ──order──> staging buffer ──scatter──> blocks
+
+A folder that fails (full, removed, read only, broken) turns the disk tier off, with the reason; it is looked at again
+after a while. What was in it is not known any more then, so it is scanned like at the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from typing import Literal, NamedTuple, Protocol
+
+from disagg.engine.plan import Buffer, ModelRunner, is_fatal
+from disagg.engine.tiers.extents import Chain, Extent
+from disagg.engine.tiers.load_times import LoadTimes
+from disagg.engine.tiers.tier import Pins, Tier, Writing
+from disagg.proto.ids import BlockHash
+from disagg.proto.messages import EXTENT_TOKENS, KvEvent, TierCounts, TierName, TierRemoved, TierStored
+
+_log = logging.getLogger(__name__)
+
+MAX_STAGING = 8
+"""Buffers, of an extent each, between blocks and files."""
+LEFT_FOR_READS = 4
+"""Buffers that writes leave free."""
+TRIED_AGAIN_S = 30.0
+"""Time after which a disk tier that failed is tried again."""
+SCANNED_AGAIN_S = 60.0
+"""Time after which a folder that others write to is scanned again."""
+_HOST_BYTES_PER_MS, _DISK_BYTES_PER_MS = 1e6, 1e5
+"""Assumed until a load was measured."""
+
+
+class DiskPort(Protocol):
+    """The files of the disk tier. Each call returns at once; the answers are commands, see `engine/commands.py`."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another write may be ordered."""
+        ...
+
+    def scan(self) -> None:
+        """Find out what the folder has. Answer: `TierScanned` or `TierFailed`."""
+        ...
+
+    def write(self, number: int, extent: Extent, payload: Buffer) -> None:
+        """Write a file; the buffer is not changed until the answer, `TierWritten`."""
+        ...
+
+    def read(self, number: int, extent: Extent, payload: Buffer) -> None:
+        """Read a file and check it. Answer: `TierRead`."""
+        ...
+
+    def delete(self, extents: Iterable[Extent]) -> None:
+        """Delete files, where they are there. No answer."""
+        ...
+
+
+class DiskRead(NamedTuple):
+    """A read that was answered."""
+
+    number: int
+    """Number of the extent in its chain."""
+    buffer: Buffer | None
+    """The KV; None where it could not be read."""
+
+
+@dataclass(slots=True)
+class _FileWrite:
+    writing: Writing
+    buffer: Buffer | None
+    """Staging buffer; None where it is written from a slot of host memory."""
+    host_pins: Pins
+
+
+@dataclass(slots=True)
+class _FileRead:
+    extent: Extent
+    index: int
+    buffer: Buffer
+    deliver: Callable[[DiskRead], bool]
+
+
+@dataclass(slots=True)
+class _Counts:
+    written: int = 0
+    loaded: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class TierParts:
+    """What the shell gives to the tiers of a worker."""
+
+    clock: Callable[[], float] = field(default=lambda: 0.0)
+    """By which copies are measured."""
+    disk: DiskPort | None = None
+
+
+Written = Literal["written", "present", "lacking", "failed"]
+"""Result of a write: made or ordered; not needed; the blocks are gone; the copy failed, or there is no room for it."""
+
+
+class TierStore:
+    """Owner: the tiers of a worker.
+
+    Args:
+        runner: makes the copies.
+        extent_bytes: bytes of an extent.
+        host_bytes: of host memory; 0 for none.
+        disk_bytes: of the folder, with `parts.disk` only.
+        parts: clock and files.
+        is_shared: whether others write to the folder, too.
+        share, keep_s: see `Tier`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        extent_bytes: int,
+        host_bytes: int,
+        disk_bytes: int,
+        parts: TierParts,
+        is_shared: bool = False,
+        share: float = 0.0,
+        keep_s: float = math.inf,
+    ) -> None:
+        self._runner = runner
+        self._extent_bytes = extent_bytes
+        self._clock = parts.clock
+        self._port = parts.disk
+        self._is_shared = is_shared
+        self.host = Tier(host_bytes // extent_bytes, share, keep_s)
+        self.disk = Tier(disk_bytes // extent_bytes if parts.disk is not None else 0, share, keep_s)
+        self.host_times = LoadTimes(extent_bytes / _HOST_BYTES_PER_MS)
+        self.disk_times = LoadTimes(extent_bytes / _DISK_BYTES_PER_MS)
+        self.off_reason = "the folder was not read yet" if parts.disk is not None else ""
+        """Why the disk tier is not used; empty while it is, or where there is none."""
+        self._has_failed = False
+        """Whether it is off for such a reason, which was logged."""
+        self._scan_at = -math.inf if parts.disk is not None else math.inf
+        self._buffers: dict[int, Buffer] = {}
+        """Memory of the slots of host memory, allocated at its first use."""
+        self._staging: list[Buffer] = []
+        self._num_staging = 0
+        self._numbers = 0
+        self._writes: dict[int, _FileWrite] = {}
+        self._reads: dict[int, _FileRead] = {}
+        self._host_counts, self._disk_counts = _Counts(), _Counts()
+
+    # ------------------------------------------------------------ what there is
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether files are read and written now."""
+        return self._port is not None and not self.off_reason
+
+    @property
+    def can_write(self) -> bool:
+        """Whether `write` may be called now."""
+        if not self.uses_disk or self._port is None:
+            return self.host.num_slots > 0
+        num_free = len(self._staging) + MAX_STAGING - self._num_staging
+        return self._port.has_room and num_free > LEFT_FOR_READS
+
+    @property
+    def scan_at(self) -> float:
+        """When `look_again` has something to do; infinite where it has not."""
+        return self._scan_at
+
+    def num_held(self, keys: Seq[BlockHash]) -> tuple[int, int]:
+        """Leading extents of a chain in host memory, and on disk."""
+        return self.host.num_held(keys), self.disk.num_held(keys) if self.uses_disk else 0
+
+    def lacks(self, key: BlockHash) -> bool:
+        """Whether some tier has neither this extent nor is getting it."""
+        return (self.host.num_slots > 0 and key not in self.host) or (self.uses_disk and key not in self.disk)
+
+    def note_time(self, now: float) -> None:
+        """The time of what follows."""
+        self.host.note_time(now)
+        self.disk.note_time(now)
+
+    def touch(self, chain: Chain) -> None:
+        """A sequence used the chain."""
+        self.host.touch(chain.keys, is_copy=chain.is_copy)
+        self.disk.touch(chain.keys, is_copy=chain.is_copy)
+
+    # ------------------------------------------------------------ writes
+
+    def write(self, chain: Chain, index: int, blocks: Seq[int] | None) -> Written:
+        """Write one extent to the tiers that lack it. `blocks`: those of the device cache that hold it; None where they
+        are gone."""
+        keys, key = chain.keys[: index + 1], chain.keys[index]
+        to_host = self.host.num_slots > 0 and key not in self.host
+        to_disk = self.uses_disk and key not in self.disk
+        if not (to_host or to_disk):
+            return "present"
+        if blocks is None and (to_host or self.host.slot_of(key) is None):
+            return "lacking"
+        done = False
+        if to_host and blocks is not None:
+            done = self._write_host(chain, keys, blocks)
+        if to_disk:
+            done = self._write_disk(chain, keys, blocks) or done
+        self._delete_removed()
+        return "written" if done else "failed"
+
+    def _write_host(self, chain: Chain, keys: tuple[BlockHash, ...], blocks: Seq[int]) -> bool:
+        writing = self.host.begin_write(keys, chain.tag, is_copy=chain.is_copy)
+        if writing is None:
+            return False
+        ok = self._gather(blocks, self._buffer(writing.held.slot))
+        self.host.end_write(writing, ok=ok)
+        self._host_counts.written += ok
+        return ok
+
+    def _write_disk(self, chain: Chain, keys: tuple[BlockHash, ...], blocks: Seq[int] | None) -> bool:
+        assert self._port is not None, "a file is written without a folder"
+        slot = self.host.slot_of(keys[-1])
+        if slot is None and blocks is None:
+            return False
+        writing = self.disk.begin_write(keys, chain.tag, is_copy=chain.is_copy)
+        if writing is None:
+            return False
+        if slot is not None:
+            host_pins, payload, buffer = self.host.pin(keys), self._buffer(slot), None
+        else:
+            host_pins, payload = (), self._take_staging()
+            buffer = payload
+            if not self._gather(blocks or (), payload):
+                self._staging.append(payload)
+                self.disk.end_write(writing, ok=False)
+                return False
+        number = self._next_number()
+        self._writes[number] = _FileWrite(writing, buffer, host_pins)
+        self._port.write(number, writing.held.extent, payload)
+        return True
+
+    def written(self, number: int, *, ok: bool) -> None:
+        """The answer to a write of a file."""
+        write = self._writes.pop(number)
+        is_gone = write.writing.held.is_gone
+        self.disk.end_write(write.writing, ok=ok)
+        self.host.unpin(write.host_pins)
+        if write.buffer is not None:
+            self._staging.append(write.buffer)
+        if ok:
+            self._disk_counts.written += 1
+            if is_gone and self._port is not None and write.writing.held.extent.key not in self.disk:
+                self._port.delete([write.writing.held.extent])
+        else:
+            self._disk_counts.failed += 1
+        self._delete_removed()
+
+    # ------------------------------------------------------------ loads
+
+    def scatter_host(self, key: BlockHash, block_table: Seq[int], index: int, now: float) -> bool:
+        """Copy extent number `index` of a chain from host memory into a sequence's blocks; whether that was done."""
+        slot = self.host.slot_of(key)
+        if slot is None:
+            return False
+        began = self._clock()
+        ok = self._scatter(block_table, index, self._buffer(slot))
+        if ok:
+            self._host_counts.loaded += 1
+            if (ms := (self._clock() - began) * 1e3) > 0.0:
+                self.host_times.observe(ms, now)
+        else:
+            self._host_counts.failed += 1
+            self.host.drop(key)
+        return ok
+
+    def scatter_read(self, read: DiskRead, block_table: Seq[int]) -> bool:
+        """The same of what was read from a file; the buffer is given back."""
+        assert read.buffer is not None, "there is nothing to scatter"
+        ok = self._scatter(block_table, read.number, read.buffer)
+        self.give_back(read)
+        self._disk_counts.loaded += ok
+        return ok
+
+    def give_back(self, read: DiskRead) -> None:
+        """The buffer of a read is not needed any more."""
+        if read.buffer is not None:
+            self._staging.append(read.buffer)
+
+    def read(self, extent: Extent, index: int, deliver: Callable[[DiskRead], bool]) -> bool:
+        """Order the read of the file of an extent, number `index` of its chain, if there is a buffer for it. `deliver`
+        gets the answer, and returns whether it takes the buffer."""
+        if self._port is None or not (self._staging or self._num_staging < MAX_STAGING):
+            return False
+        number, buffer = self._next_number(), self._take_staging()
+        self._reads[number] = _FileRead(extent, index, buffer, deliver)
+        self._port.read(number, extent, buffer)
+        return True
+
+    def answered(self, number: int, *, ok: bool, ms: float, now: float) -> None:
+        """The answer to a read."""
+        read = self._reads.pop(number)
+        if ok:
+            self.disk_times.observe(ms, now)
+        else:
+            self._disk_counts.failed += 1
+            self.disk.drop(read.extent.key)
+            if self._is_shared:  # It may be good for others.
+                self.disk.take_removed()
+            self._delete_removed()
+        if not (read.deliver(DiskRead(read.index, read.buffer if ok else None)) and ok):
+            self._staging.append(read.buffer)
+
+    # ------------------------------------------------------------ the folder
+
+    def look_again(self, now: float) -> None:
+        """Have the folder scanned, where that is due."""
+        if self._port is not None and now >= self._scan_at:
+            self._scan_at = math.inf
+            self._port.scan()
+
+    def scanned(self, extents: Iterable[Extent], now: float) -> None:
+        """What the folder has."""
+        if self.off_reason:
+            self.disk.clear()
+        self.off_reason, self._has_failed = "", False
+        left = self.disk.add_found(extents)
+        if left and not self._is_shared and self._port is not None:
+            self._port.delete(left)
+        self._scan_at = now + SCANNED_AGAIN_S if self._is_shared else math.inf
+
+    def folder_failed(self, reason: str, now: float) -> None:
+        """The folder cannot be used."""
+        if not self._has_failed:
+            _log.warning("the disk tier of the KV is off: %s; it is tried again in %.0f s", reason, TRIED_AGAIN_S)
+        self.off_reason, self._has_failed = reason, True
+        self.disk.clear()
+        self._scan_at = now + TRIED_AGAIN_S
+
+    def forget(self, tag: bytes) -> None:
+        """Drop what a tenant has in all tiers, and delete its files."""
+        self.host.forget(tag)
+        self.disk.forget(tag)
+        self._delete_removed()
+
+    # ------------------------------------------------------------ reports
+
+    @property
+    def names(self) -> tuple[TierName, ...]:
+        """The tiers that there are."""
+        return tuple(name for name, tier in self._tiers() if tier.num_slots)
+
+    def drain_events(self) -> tuple[KvEvent, ...]:
+        """What can be loaded, or no more, since the last call; neighbours of one kind are merged."""
+        events: list[KvEvent] = []
+        for name, tier in self._tiers():
+            for is_stored, changes in groupby(tier.drain_changes(), attrgetter("is_stored")):
+                kind = TierStored if is_stored else TierRemoved
+                events.append(kind(tier=name, hashes=tuple([change.key for change in changes])))
+        return tuple(events)
+
+    def snapshot(self) -> dict[TierName, tuple[BlockHash, ...]]:
+        """All extents of each tier. Events that are not drained yet may follow: they change nothing in it."""
+        return {name: tier.keys() for name, tier in self._tiers() if tier.num_slots}
+
+    def _tiers(self) -> tuple[tuple[TierName, Tier], ...]:
+        return ("host", self.host), ("disk", self.disk)
+
+    def counts(self, now: float) -> tuple[TierCounts, ...]:
+        """What was done with each tier since the start, and what it holds."""
+        host = self._counts_of("host", self.host, self._host_counts, self.host_times.ms(now))
+        disk = self._counts_of("disk", self.disk, self._disk_counts, self.disk_times.ms(now), self.off_reason)
+        return tuple([counts for tier, counts in ((self.host, host), (self.disk, disk)) if tier.num_slots])
+
+    def _counts_of(self, name: TierName, tier: Tier, counts: _Counts, ms: float, off_reason: str = "") -> TierCounts:
+        return TierCounts(
+            name=name,
+            extent_ms=ms,
+            capacity_bytes=tier.num_slots * self._extent_bytes,
+            held_bytes=len(tier) * self._extent_bytes,
+            written_extents=counts.written,
+            loaded_extents=counts.loaded,
+            evicted_extents=tier.num_evicted,
+            failed_extents=counts.failed,
+            off_reason=off_reason,
+        )
+
+    def check_integrity(self) -> list[str]:
+        """Findings; empty when sound."""
+        num_used = len(self._reads) + sum(write.buffer is not None for write in self._writes.values())
+        problems = self.host.check_integrity() + self.disk.check_integrity()
+        if len(self._staging) + num_used > self._num_staging:
+            problems.append("a staging buffer of the tiers was given back twice")
+        return problems
+
+    # ------------------------------------------------------------ inside
+
+    def _gather(self, blocks: Seq[int], out: Buffer) -> bool:
+        try:
+            self._runner.gather(blocks, 0, EXTENT_TOKENS, out, self._runner.tp)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            _log.error("copying KV to a tier failed; it is not kept there", exc_info=error)
+            return False
+        return True
+
+    def _scatter(self, block_table: Seq[int], index: int, data: Buffer) -> bool:
+        start = index * EXTENT_TOKENS
+        try:
+            self._runner.scatter(block_table, start, start + EXTENT_TOKENS, data, self._runner.tp)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            _log.error("copying KV from a tier failed; it is computed", exc_info=error)
+            return False
+        return True
+
+    def _buffer(self, slot: int) -> Buffer:
+        if slot not in self._buffers:
+            self._buffers[slot] = self._runner.new_staging(self._extent_bytes)
+        return self._buffers[slot]
+
+    def _take_staging(self) -> Buffer:
+        if self._staging:
+            return self._staging.pop()
+        self._num_staging += 1
+        return self._runner.new_staging(self._extent_bytes)
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _delete_removed(self) -> None:
+        self.host.take_removed()
+        removed = self.disk.take_removed()
+        if removed and self._port is not None:
+            self._port.delete(removed)

@@ -1,0 +1,131 @@
+"""The thread of the files: orders go in, commands come out, and a failing folder fails nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.engine.commands import TierAnswer, TierFailed, TierRead, TierScanned, TierWritten
+from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
+from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.plan import Buffer
+from disagg.engine.shell.extent_files import ExtentFiles
+from disagg.engine.shell.tier_disk import MOST_WRITES, TierDisk, open_tier_disk
+from disagg.engine.tiers.extents import Extent
+from tests.unit.engine.tiers.test_extent_file import FIRST, SECOND, format_of, payload
+
+WAIT_S = 10.0
+
+
+class Answers:
+    """A disk tier and what it answered."""
+
+    def __init__(self, files: ExtentFiles) -> None:
+        self.disk = TierDisk(files)
+        self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
+        self.disk.start(self._answers.put)
+
+    def next(self) -> TierAnswer:
+        return self._answers.get(timeout=WAIT_S)
+
+    def next_read(self) -> tuple[int, bool]:
+        """Number and result of a read, which took some time."""
+        answer = self.next()
+        assert isinstance(answer, TierRead)
+        assert answer.ms >= 0.0
+        return answer.number, answer.ok
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ExtentFiles:
+    files = ExtentFiles(tmp_path / "own", format_of(), is_shared=False)
+    files.open()
+    return files
+
+
+@pytest.fixture
+def answers(files: ExtentFiles) -> Iterator[Answers]:
+    answers = Answers(files)
+    yield answers
+    assert answers.disk.stop(WAIT_S)
+
+
+def test_orders_are_answered(answers: Answers) -> None:
+    answers.disk.scan()
+    assert answers.next() == TierScanned(())
+    answers.disk.write(1, FIRST, payload())
+    assert answers.next() == TierWritten(1, True)
+    answers.disk.read(2, FIRST, payload(0))
+    assert answers.next_read() == (2, True)
+    answers.disk.delete([FIRST])
+    answers.disk.scan()
+    assert answers.next() == TierScanned(())
+    answers.disk.read(3, FIRST, payload())
+    assert answers.next_read() == (3, False)
+
+
+def test_a_damaged_file_is_no_fault_of_the_folder(answers: Answers, tmp_path: Path) -> None:
+    answers.disk.write(1, FIRST, payload())
+    answers.next()
+    (path,) = tmp_path.rglob("*.kv")
+    path.write_bytes(b"x" * path.stat().st_size)
+    answers.disk.read(2, FIRST, payload())
+    answers.disk.scan()
+    assert answers.next_read() == (2, False)
+    assert answers.next() == TierScanned((FIRST,))
+
+
+class FullFiles(ExtentFiles):
+    """A folder on a full disk."""
+
+    def write(self, extent: Extent, payload: Buffer) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read(self, extent: Extent, payload: Buffer) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_folder_that_fails_says_why(tmp_path: Path) -> None:
+    answers = Answers(FullFiles(tmp_path / "own", format_of(), is_shared=False))
+    answers.disk.write(1, FIRST, payload())
+    assert [answers.next(), answers.next()] == [TierWritten(1, False), TierFailed("No space left on device")]
+    answers.disk.read(2, SECOND, payload())
+    assert [answers.next(), answers.next()] == [TierRead(2, False), TierFailed("Input/output error")]
+    assert answers.disk.stop(WAIT_S)
+
+
+def test_so_many_writes_wait_at_a_time(files: ExtentFiles) -> None:
+    disk = TierDisk(files)
+    for number in range(MOST_WRITES):
+        assert disk.has_room
+        disk.write(number, FIRST, payload())
+    assert not disk.has_room
+    assert disk.stop(WAIT_S)
+
+
+def test_the_folder_is_free_when_the_thread_has_ended(files: ExtentFiles) -> None:
+    answers = Answers(files)
+    assert answers.disk.stop(WAIT_S)
+    again = ExtentFiles(files.folder, format_of(), is_shared=False)
+    again.open()
+    again.close()
+
+
+def test_a_worker_without_a_folder_has_no_thread(tmp_path: Path) -> None:
+    runner, secret = FakeModelRunner(48, 16, 384), ClusterSecret(b"s" * 32)
+    config = WorkerConfig(worker_id="w", roles=("prefill",), model_path="fake")
+    assert open_tier_disk(config, runner, secret) is None
+    tiers = TierOptions(host_bytes=1 << 20)
+    config = WorkerConfig(worker_id="w", roles=("prefill",), model_path="fake", tiers=tiers)
+    assert open_tier_disk(config, runner, secret) is None
+    tiers = TierOptions(disk=DiskTier(path=str(tmp_path / "own"), bytes=1 << 20))
+    config = WorkerConfig(worker_id="w", roles=("prefill",), model_path="fake", tiers=tiers)
+    disk = open_tier_disk(config, runner, secret)
+    assert disk is not None
+    assert disk.stop(WAIT_S)

@@ -1,0 +1,387 @@
+"""Cores with tiers over the fake runner: the same tokens, fewer of them computed, and nothing held whatever fails."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from disagg.engine.commands import Release, TierForget
+from disagg.engine.config import DiskTier, TierOptions
+from disagg.engine.core.calibration import PREFILLS
+from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.tiers.loading import LEAST_S
+from disagg.engine.tiers.store import TRIED_AGAIN_S
+from disagg.engine.tiers.tiers import check_tiers
+from disagg.proto.errors import ConfigError
+from disagg.proto.messages import SequenceSpec, StepSample
+from disagg.proto.token_ids import unpack_token_ids
+from tests.support.engine import (
+    BLOCK,
+    IDLE,
+    VOCAB_SIZE,
+    FailingRunner,
+    assert_idle,
+    end_of,
+    expected_output,
+    key_of,
+    make_prompt,
+    make_spec,
+    token_ids_of,
+)
+from tests.support.tiers import FAKE_EXTENT_BYTES, PlayedDisk, TierWorker
+
+NUM_TURNS = 3
+
+
+def conversation(name: str, seed: int) -> list[SequenceSpec]:
+    """Three turns: each prompt is the one before, its answer and some words more."""
+    prompt, specs = make_prompt(250, seed), []
+    for turn in range(NUM_TURNS):
+        specs.append(make_spec(f"{name}{turn}", prompt, max_tokens=8))
+        prompt = (*prompt, *expected_output(prompt, 8), *make_prompt(40, seed + 100 + turn))
+    return specs
+
+
+def prompt_of(name: str, num_tokens: int = 300) -> SequenceSpec:
+    """A prompt that others whose names begin alike have, too."""
+    return make_spec(name, make_prompt(num_tokens, seed=ord(name[0])), max_tokens=4)
+
+
+def serve_conversations(worker: TierWorker) -> None:
+    """Four of them in turn, of which the device cache holds two."""
+    conversations = [conversation(name, seed) for name, seed in zip("abcd", (1, 2, 3, 4), strict=True)]
+    for turn in range(NUM_TURNS):
+        for specs in conversations:
+            spec = specs[turn]
+            assert worker.run(spec) == expected(spec)
+    assert_idle(worker.core)
+
+
+def _ids(spec: SequenceSpec) -> list[int]:
+    return list(unpack_token_ids(spec.prompt_token_ids))
+
+
+def expected(spec: SequenceSpec) -> list[int]:
+    return expected_output(tuple(_ids(spec)), spec.sampling.max_tokens)
+
+
+class TestConversations:
+    @pytest.mark.parametrize(
+        ("host", "disk", "num_blocks", "computed"),
+        [(0, 0, 32, 3576), (12, 0, 32, 1528), (0, 12, 32, 1528), (12, 12, 32, 1528), (0, 0, 480, 1336)],
+        ids=["none", "host", "disk", "both", "unlimited"],
+    )
+    def test_history_is_loaded_and_not_computed(self, host: int, disk: int, num_blocks: int, computed: int) -> None:
+        worker = TierWorker(
+            host_extents=host, disk_extents=disk, disk=PlayedDisk() if disk else None, num_blocks=num_blocks
+        )
+        serve_conversations(worker)
+        assert worker.computed == computed
+
+    def test_tiers_are_off_by_default(self) -> None:
+        worker = TierWorker()
+        assert worker.core.totals().tiers == ()
+        assert worker.core.next_deadline is None
+
+
+class TestRestart:
+    def test_the_first_prompt_after_it_is_loaded(self) -> None:
+        disk = PlayedDisk()
+        before = TierWorker(disk_extents=16, disk=disk)
+        for spec in conversation("a", 1)[:2]:
+            before.run(spec)
+        after = TierWorker(disk_extents=16, disk=PlayedDisk(disk.files))
+        spec = conversation("a", 1)[2]
+        assert after.run(spec) == expected(spec)
+        assert after.computed == len(_ids(spec)) - 256
+        assert end_of(after.events, "a2").cached_tokens == 256
+
+    def test_a_worker_is_used_before_its_folder_was_scanned(self) -> None:
+        worker = TierWorker(disk_extents=16)
+        worker.disk = PlayedDisk()
+        assert worker.run(prompt_of("a")) == expected(prompt_of("a"))
+
+    def test_what_is_out_of_reach_is_deleted(self) -> None:
+        disk = PlayedDisk()
+        TierWorker(disk_extents=16, disk=disk).run(prompt_of("a"))
+        first = next(extent for extent in disk.files if not extent.parent)
+        del disk.files[first]
+        assert len(disk.files) == 1
+        TierWorker(disk_extents=16, disk=disk)
+        assert disk.files == {}
+
+
+def cold(worker: TierWorker, spec: SequenceSpec) -> None:
+    """Serve a prompt, and others until it is not in the device cache any more."""
+    worker.run(spec)
+    for number in range(3):
+        worker.run(make_spec(f"other{number}", make_prompt(300, seed=500 + number)))
+    worker.events.clear()
+
+
+class TestLoads:
+    def test_sequences_with_the_same_prefix_share_a_load(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        cold(worker, prompt_of("a"))
+        specs = [make_spec(name, make_prompt(300, seed=ord("a")), max_tokens=4) for name in ("one", "two", "three")]
+        num_reads, computed = disk.num_reads, worker.computed
+        for spec in specs:
+            worker.add(spec)
+        worker.settle()
+        assert [token_ids_of(worker.events, str(s.request_id)) for s in specs] == [expected(specs[0])] * 3
+        assert disk.num_reads - num_reads == 2
+        assert worker.computed - computed == 3 * (300 - 256)
+        assert_idle(worker.core)
+
+    def test_no_more_than_allowed_load_at_a_time(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk, max_loading=1, num_blocks=96)
+        for name in "abcdefg":
+            worker.run(prompt_of(name))
+        worker.events.clear()
+        worker.add(prompt_of("a1"))
+        worker.add(prompt_of("b1"))
+        worker.step()
+        assert len(disk.orders) == 2
+        worker.settle()
+        assert [end_of(worker.events, name).cached_tokens for name in ("a1", "b1")] == [256, 256]
+
+    def test_a_folder_that_does_not_answer_is_not_waited_for(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        cold(worker, prompt_of("a"))
+        worker.add(make_spec("again", make_prompt(300, seed=ord("a"))))
+        worker.step()
+        assert worker.core.load().num_waiting == 1
+        assert worker.core.load().uncomputed_prompt_tokens == 300 - 256
+        due = worker.core.next_deadline
+        assert due is not None
+        assert due - worker.now >= LEAST_S - 0.002
+        worker.now = due
+        worker.step()
+        while worker.core.has_work:
+            worker.step()
+        assert token_ids_of(worker.events, "again") == expected_output(make_prompt(300, seed=ord("a")), 4)
+        assert end_of(worker.events, "again").cached_tokens == 0
+        worker.settle()
+        assert_idle(worker.core)
+
+    def test_what_came_before_a_damaged_file_counts(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk, num_blocks=48)
+        cold(worker, prompt_of("a", 384 - 5))
+        (second,) = [extent for extent in disk.files if extent.key == prompt_of("a", 379).block_hashes[15]]
+        disk.damaged.add(second)
+        spec = make_spec("again", make_prompt(379, seed=ord("a")), max_tokens=4)
+        assert worker.run(spec) == expected(spec)
+        assert end_of(worker.events, "again").cached_tokens == 128
+        disk.damaged.clear()
+        assert worker.core.totals().tiers[0].failed_extents == 1
+        assert_idle(worker.core)
+
+    @pytest.mark.parametrize("when", ["waiting", "loading", "read"])
+    def test_a_sequence_that_ends_while_it_loads_leaves_nothing(self, when: str) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        cold(worker, prompt_of("a"))
+        worker.add(make_spec("again", make_prompt(300, seed=ord("a"))))
+        if when != "waiting":
+            worker.step()
+        if when == "read":
+            worker.answer()
+        worker.events += worker.core.handle(Release(key_of("again")), worker.now)
+        worker.settle()
+        assert_idle(worker.core)
+
+    def test_the_deadline_of_a_sequence_holds_while_it_loads(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        cold(worker, prompt_of("a"))
+        worker.add(make_spec("again", make_prompt(300, seed=ord("a")), timeout_s=0.01))
+        worker.step()
+        worker.now += 0.02
+        worker.step()
+        assert end_of(worker.events, "again").reason == "deadline"
+        worker.settle()
+        assert_idle(worker.core)
+
+    def test_a_slow_disk_is_left_alone_and_tried_again_later(self) -> None:
+        """Computing 128 tokens takes 30 ms here."""
+        disk = PlayedDisk()
+        disk.read_ms = 1000.0
+        quick = StepSample(1.0 + 512 * 0.2, 512, 512 * 513 // 2, 0, 0)
+        steps = (StepSample(1.0 + 16 * 0.2, *PREFILLS[0][:1], 136, 0, 0), quick)
+        worker = TierWorker(disk_extents=32, disk=disk, calibration=steps)
+        specs = [make_spec(f"r{seed}", make_prompt(300, seed=seed)) for seed in range(6)]
+        for spec in specs:
+            worker.run(spec)
+        worker.events.clear()
+        cached = []
+        for seed, pause_s in ((0, 0.0), (1, 0.0), (2, TRIED_AGAIN_S + 1.0)):
+            worker.now += pause_s
+            worker.run(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
+            cached.append(end_of(worker.events, f"again{seed}").cached_tokens)
+        assert cached == [256, 0, 256]
+
+    def test_a_load_does_not_take_what_others_need(self) -> None:
+        """Of 36 blocks a sequence that decodes holds and reserves 24: a load gets six of the others, which is less
+        than an extent."""
+        worker = TierWorker(host_extents=32, num_blocks=36)
+        cold(worker, prompt_of("a"))
+        worker.add(make_spec("long", make_prompt(300, seed=5), max_tokens=80))
+        worker.step()
+        loaded = worker.core.totals().loaded_tokens
+        worker.add(make_spec("again", make_prompt(300, seed=ord("a"))))
+        worker.settle()
+        assert worker.core.totals().loaded_tokens == loaded
+        assert token_ids_of(worker.events, "again") == expected_output(make_prompt(300, seed=ord("a")), 4)
+
+
+class TestWrites:
+    def test_nothing_is_written_while_a_prompt_waits(self) -> None:
+        worker = TierWorker(host_extents=32)
+        worker.add(prompt_of("a"))
+        while not any(True for event in worker.events if getattr(event, "reason", "") == "length"):
+            worker.step()
+        worker.add(prompt_of("b"))
+        worker.step()
+        assert worker.core.totals().tiers[0].written_extents == 0
+        worker.settle()
+        assert worker.core.totals().tiers[0].written_extents == 4
+
+    def test_a_block_that_is_needed_is_not_kept_for_a_write(self) -> None:
+        worker = TierWorker(host_extents=32, num_blocks=24)
+        worker.add(prompt_of("a"))
+        worker.add(prompt_of("b"))
+        worker.settle()
+        counts = worker.core.totals()
+        assert (counts.tiers[0].written_extents, counts.dropped_extents) == (2, 2)
+
+    def test_the_oldest_conversation_gives_way(self) -> None:
+        worker = TierWorker(host_extents=4)
+        for name in "abc":
+            worker.run(prompt_of(name))
+        (host,) = worker.core.totals().tiers
+        assert (host.held_bytes, host.written_extents, host.evicted_extents) == (4 * FAKE_EXTENT_BYTES, 6, 2)
+
+    def test_evicted_extents_are_deleted(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=4, disk=disk)
+        for name in "abc":
+            worker.run(prompt_of(name))
+        worker.settle()
+        assert len(disk.files) == 4
+
+    def test_forget_deletes_what_a_tenant_has(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(host_extents=16, disk_extents=16, disk=disk)
+        worker.run(prompt_of("a"))
+        worker.core.handle(TierForget(b"another"), worker.now)
+        assert [tier.held_bytes for tier in worker.core.totals().tiers] == [2 * FAKE_EXTENT_BYTES] * 2
+        worker.core.handle(TierForget(b""), worker.now)
+        worker.settle()
+        assert [tier.held_bytes for tier in worker.core.totals().tiers] == [0, 0]
+        assert disk.files == {}
+
+
+class TestFaults:
+    def test_a_folder_that_fails_turns_the_tier_off_until_it_is_good_again(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=16, disk=disk)
+        worker.run(prompt_of("a"))
+        disk.error = "No space left on device"
+        assert worker.run(prompt_of("b")) == expected(prompt_of("b"))
+        assert worker.core.totals().tiers[0].off_reason == "No space left on device"
+        assert worker.core.totals().tiers[0].held_bytes == 0
+        disk.error = ""
+        worker.now += TRIED_AGAIN_S
+        worker.settle()
+        assert worker.core.totals().tiers[0].off_reason == ""
+        assert worker.core.totals().tiers[0].held_bytes == 2 * FAKE_EXTENT_BYTES
+
+    def test_a_read_that_fails_is_computed(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        cold(worker, prompt_of("a"))
+        disk.error = "Input/output error"
+        spec = make_spec("again", make_prompt(300, seed=ord("a")))
+        assert worker.run(spec) == expected(spec)
+        assert worker.core.totals().tiers[0].off_reason == "Input/output error"
+        assert_idle(worker.core)
+
+    @pytest.mark.parametrize("operation", ["gather", "scatter"])
+    def test_a_copy_that_fails_costs_the_tier_and_not_the_request(self, operation: str) -> None:
+        runner = FailingRunner(48)
+        runner.max_model_len = 384
+        worker = TierWorker(host_extents=32, runner=runner)
+        cold(worker, prompt_of("a"))
+        runner.failing.add(operation)
+        spec = make_spec("again", make_prompt(300, seed=ord("a")), max_tokens=4)
+        assert worker.run(spec) == expected(spec)
+        assert_idle(worker.core)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "runner", "text"),
+        [
+            (TierOptions(host_bytes=2 * 1024), {}, "host_bytes: 2048 is less than the KV of max_model_len 384, 3072"),
+            (
+                TierOptions(disk=DiskTier(path="/x", bytes=2 * 1024)),
+                {},
+                "disk.bytes: 2048 is less than the KV of max_model_len 384, 3072",
+            ),
+            (TierOptions(host_bytes=1 << 20), {"windows": ((64, 40),)}, "models with windows have none"),
+            (TierOptions(host_bytes=1 << 20), {"block_size": 48}, "need a block_size that divides 128, not 48"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_by_name(self, options: TierOptions, runner: dict[str, int], text: str) -> None:
+        arguments = {"num_blocks": 48, "block_size": BLOCK, "max_model_len": 384, "vocab_size": VOCAB_SIZE, **runner}
+        with pytest.raises(ConfigError, match=f"kv_cache.tiers.*{text}"):
+            check_tiers(options, FakeModelRunner(**arguments), 384)  # type: ignore[arg-type]  # of two kinds
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_are_right_and_nothing_is_held_whatever_happens(seed: int) -> None:
+    """Random prompts with common beginnings, a small device cache, and a folder that fails and is slow at times."""
+    draw = random.Random(seed)
+    disk = PlayedDisk() if seed % 3 else None
+    worker = TierWorker(
+        host_extents=draw.choice([3, 6]) if seed % 2 or disk is None else 0,
+        disk_extents=draw.choice([3, 8]) if disk is not None else 0,
+        disk=disk,
+        max_loading=draw.randint(1, 3),
+        min_tokens=draw.choice([1, 1024]),
+    )
+    live: dict[str, SequenceSpec] = {}
+    done: dict[str, SequenceSpec] = {}
+    for number in range(60):
+        match draw.randrange(8):
+            case 0 | 1 | 2:
+                tree = make_prompt(draw.choice([130, 260]), seed=draw.randrange(3))
+                prompt = (*tree, *make_prompt(draw.randint(1, 80), seed=10 + draw.randrange(4)))
+                spec = live[f"r{number}"] = make_spec(f"r{number}", prompt, max_tokens=draw.randint(1, 6))
+                worker.add(spec)
+            case 3 if live:
+                name = draw.choice(list(live))
+                del live[name]
+                worker.core.handle(Release(key_of(name)), worker.now)
+            case 4:
+                worker.answer()
+            case 5 if disk is not None:
+                disk.error = draw.choice(["", "", "Input/output error"])
+                disk.damaged = {extent for extent in disk.files if draw.random() < 0.2}
+            case 6:
+                worker.now += draw.choice([0.0, 0.06, 31.0])
+            case _:
+                for _ in range(draw.randint(1, 6)):
+                    worker.step()
+    if disk is not None:
+        disk.error = ""
+    worker.settle()
+    done.update(live)
+    for name, spec in done.items():
+        assert token_ids_of(worker.events, name) == expected(spec), name
+    assert worker.core.audit() == (IDLE, [])
