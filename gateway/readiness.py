@@ -45,6 +45,18 @@ class Readiness:
         return sum("decode" in worker.info.roles for worker in self._view().workers)
 
     @property
+    def tiers_off(self) -> dict[str, str]:
+        """Tiers of KV that workers have turned off, as `worker tier`, and why. Nothing that a request needs."""
+        view = self._view()
+        present = {worker.info.worker_id for worker in view.workers}
+        return {
+            f"{worker_id} {tier.name}": tier.off_reason
+            for worker_id, metrics in view.counters.items()
+            for tier in metrics.tiers
+            if tier.off_reason and worker_id in present
+        }
+
+    @property
     def state(self) -> State:
         """As the probes show it."""
         if self.is_draining:

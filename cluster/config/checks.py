@@ -31,6 +31,7 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT
 from disagg.proto.control import MAX_POOL_SIZE, PoolName
 from disagg.proto.errors import ConfigError
+from disagg.proto.ids import kind_of
 from disagg.router.config import is_decodes, num_split
 
 LEAST_TRACES = 40
@@ -49,6 +50,7 @@ def check(config: ClusterConfig) -> None:
         raise ConfigError(f"controller.twin: on is for placement.decodes auto, not {config.placement.decodes}")
     if config.network.certificates is not None and config.network.encryption == "off":
         raise ConfigError("network.certificates: are not used with network.encryption off; remove one of them")
+    _check_tiers(config)
     _check_ports(config.gateway)
     _check_replicas(config)
     check_guardrails(config.gateway.guardrails, "gateway.guardrails")
@@ -73,6 +75,23 @@ def _check_speculation(path: str, name: PoolName, pool: PoolConfig) -> None:
         raise ConfigError(f"{path}: is for pools that decode; set it in pools.decode")
     cache_is_set = pool.kv_cache_bytes != "auto" or pool.num_blocks is not None
     check_speculation(pool.speculation, pool.device, pool.tp, cache_is_set=cache_is_set, path=f"{path}.")
+
+
+def _check_tiers(config: ClusterConfig) -> None:
+    tiers = config.kv_cache.tiers
+    if tiers is None:
+        return
+    path = "kv_cache.tiers"
+    if not tiers.host_bytes and tiers.disk is None:
+        raise ConfigError(f"{path}: needs host_bytes or disk; leave it out for no tiers")
+    for alone in models_of(config).values():
+        for name, pool in active_pools(alone):
+            if kind_of(name) == "decode":
+                continue
+            if pool.device != "cpu":
+                raise ConfigError(f"{path}: is for workers on device cpu, not {pool.device}")
+            if tiers.disk is not None and pool.tp > 1:
+                raise ConfigError(f"{path}.disk: is for workers of one rank; {pool_path(name)}.tp is {pool.tp}")
 
 
 def _check_models(config: ClusterConfig) -> None:

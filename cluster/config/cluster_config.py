@@ -104,6 +104,12 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
     if network.certificates is not None:
         given = {name: absolute(getattr(network.certificates, name)) for name in ("ca", "cert", "key")}
         network = msgspec.structs.replace(network, certificates=msgspec.structs.replace(network.certificates, **given))
+    tiers = config.kv_cache.tiers
+    if tiers is not None and tiers.disk is not None:
+        disk = msgspec.structs.replace(tiers.disk, path=absolute(tiers.disk.path))
+        config = msgspec.structs.replace(
+            config, kv_cache=msgspec.structs.replace(config.kv_cache, tiers=msgspec.structs.replace(tiers, disk=disk))
+        )
     models = {
         key: msgspec.structs.replace(section, model=_with_absolute_path(section.model))
         for key, section in config.models.items()

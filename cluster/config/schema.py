@@ -22,6 +22,7 @@ from disagg.engine.config import (
     ModelOptions,
     PairLimits,
     Scheduling,
+    TierOptions,
     TransferLimits,
     TransportName,
     device_defaults,
@@ -204,6 +205,14 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     see `cluster/core/probes.py`."""
 
 
+class KvCacheSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The section `kv_cache`: KV beside the device caches of workers."""
+
+    tiers: TierOptions | None = None
+    """`{host_bytes, disk: {path, bytes, shared}}`: host memory and a folder in which workers that compute prompts keep
+    KV that their device cache has no room for; `null` for none. On CPUs, for models without windows."""
+
+
 class TransferSection(PairLimits, frozen=True, kw_only=True):
     """The section `transfer`: the hand-over of KV from prefill to decode workers."""
 
@@ -288,6 +297,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo: SloConfig = SloConfig()
     network: NetworkConfig = NetworkConfig()
     controller: ControllerConfig = ControllerConfig()
+    kv_cache: KvCacheSection = KvCacheSection()
     transfer: TransferSection = TransferSection()
     recovery: RecoveryConfig = RecoveryConfig()
     ray: RayConfig = RayConfig()

@@ -42,6 +42,7 @@ from disagg.engine.config import (
     KernelOptions,
     ModelOptions,
     SpeculationOptions,
+    TierOptions,
     TransportName,
     WorkerConfig,
     device_defaults,
@@ -201,6 +202,7 @@ def worker_config(
         token_budget=pool.tokens_per_step,
         tail_tokens=device_defaults(pool.device).tail_tokens,
         swap_bytes=swap_bytes(pool),
+        tiers=worker_tiers(config, name, index),
         transport=transport_name(alone),
         plaintext_kv=config.network.plaintext_kv,
         failpoints=config.recovery.failpoints,
@@ -223,6 +225,17 @@ def _fields(base: type[msgspec.Struct], section: msgspec.Struct) -> dict[str, An
 def swap_bytes(pool: PoolConfig) -> int:
     """Configured swap size, or the default of the device."""
     return device_defaults(pool.device).swap_bytes if pool.swap_bytes is None else pool.swap_bytes
+
+
+def worker_tiers(config: ClusterConfig, name: PoolName, index: int) -> TierOptions | None:
+    """Tiers of a worker, with a folder of its own; None for one that computes no prompts from the queue."""
+    tiers = config.kv_cache.tiers
+    if tiers is None or kind_of(name) == "decode":
+        return None
+    if tiers.disk is None or tiers.disk.shared:
+        return tiers
+    path = f"{tiers.disk.path}/{worker_id(name, index)}"
+    return msgspec.structs.replace(tiers, disk=msgspec.structs.replace(tiers.disk, path=path))
 
 
 def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig) -> None:

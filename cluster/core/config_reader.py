@@ -1,7 +1,8 @@
 """Conversion of parsed YAML to config structs, with errors that a user can act on: the path of the key, what is wrong,
 what is allowed.
 
-Keys that end in `_bytes` may be written as `64MiB`; everything else is taken as it is, nothing is coerced from strings.
+Keys that are `bytes` or end in `_bytes` may be written as `64MiB`; everything else is taken as it is, nothing is
+coerced from strings.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _read_value(hint: Any, value: object, path: str) -> Any:
     choices = _choices(hint)
     if isinstance(value, bool) and (word := "on" if value else "off") in choices:
         value = word  # YAML 1.1 has them as booleans where they are not quoted
-    if path.endswith("_bytes") and isinstance(value, str) and value not in choices:
+    if path.endswith(("_bytes", ".bytes")) and isinstance(value, str) and value not in choices:
         try:
             value = parse_size(value)
         except ValueError as error:

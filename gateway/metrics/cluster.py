@@ -32,6 +32,7 @@ def cluster_families(view: ClusterView, *, shows_workers: bool = True) -> Iterat
         yield from _instances(view)
         yield from _engines(view)
         yield from _experts(view)
+        yield from _tiers(view)
         yield from _transfers(view)
 
 
@@ -294,6 +295,16 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
             "Tokens of new sequences that a worker found in its prefix cache.",
             "cached_tokens",
         ),
+        (
+            "disagg_engine_loaded_tokens",
+            "Tokens of new sequences whose KV a worker loaded from a tier; they are among the cached ones.",
+            "loaded_tokens",
+        ),
+        (
+            "disagg_kv_tier_dropped_extents",
+            "Extents that a worker was to write to a tier and did not, because their blocks were needed first.",
+            "dropped_extents",
+        ),
         ("disagg_engine_output_tokens", "Tokens that a worker sampled.", "output_tokens"),
         ("disagg_engine_preemptions", "Sequences that a worker preempted for lack of KV blocks.", "preemptions"),
         (
@@ -330,6 +341,29 @@ def _experts(view: ClusterView) -> Iterator[Metric]:
             for layer, found in enumerate(metrics.expert_imbalance)
         ],
     )
+
+
+def _tiers(view: ClusterView) -> Iterator[Metric]:
+    tiers = [((id_, tier.name), tier) for id_, metrics in view.counters.items() for tier in metrics.tiers]
+    labels = ("instance", "tier")
+    for name, text, field in (
+        ("disagg_kv_tier_bytes", "KV that a worker keeps in a tier, in bytes.", "held_bytes"),
+        ("disagg_kv_tier_capacity_bytes", "Most KV that a worker keeps in a tier, in bytes.", "capacity_bytes"),
+    ):
+        yield gauge(name, text, labels, [(values, getattr(tier, field)) for values, tier in tiers])
+    yield gauge(
+        "disagg_kv_tier_on",
+        "Whether a worker uses a tier (1), or has turned it off because it failed (0).",
+        labels,
+        [(values, int(not tier.off_reason)) for values, tier in tiers],
+    )
+    for name, text, field in (
+        ("disagg_kv_tier_written_extents", "Extents of 128 tokens that were written to a tier.", "written_extents"),
+        ("disagg_kv_tier_loaded_extents", "Extents that were loaded from a tier.", "loaded_extents"),
+        ("disagg_kv_tier_evicted_extents", "Extents that gave way to others in a tier.", "evicted_extents"),
+        ("disagg_kv_tier_failed_extents", "Extents that could not be written to a tier or read.", "failed_extents"),
+    ):
+        yield counter(name, text, labels, [(values, getattr(tier, field)) for values, tier in tiers])
 
 
 def _transfers(view: ClusterView) -> Iterator[Metric]:

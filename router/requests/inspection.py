@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
-from disagg.proto.ids import RequestId
+from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.messages import WorkerMetrics
 from disagg.router.api import STAGES, BackgroundView, ClusterView, WorkerView
 from disagg.router.placement.fleet import Fleet
 from disagg.router.requests.record import RequestRecord
@@ -46,15 +47,25 @@ def cluster_view(
     )
 
 
-def notes_on(workers: Iterable[WorkerView], tpot_slo_s: float | None) -> tuple[str, ...]:
-    """Notes for operators on the configured TPOT target."""
+def notes_on(
+    workers: Iterable[WorkerView], counters: Mapping[WorkerId, WorkerMetrics], tpot_slo_s: float | None
+) -> tuple[str, ...]:
+    """Notes for operators on the configured TPOT target, and on tiers of KV that are off."""
+    workers = list(workers)
     steps = {
         worker.info.worker_id: worker.steps
         for worker in workers
         if worker.steps is not None and "decode" in worker.info.roles
     }
     note = note_of_target(None if tpot_slo_s is None else 1e3 * tpot_slo_s, steps)
-    return (note,) if note else ()
+    tiers = [
+        f"{worker.info.worker_id}: its {tier.name} tier of KV is off: {tier.off_reason}"
+        for worker in workers
+        if (metrics := counters.get(worker.info.worker_id)) is not None
+        for tier in metrics.tiers
+        if tier.off_reason
+    ]
+    return (*((note,) if note else ()), *tiers)
 
 
 def _background(records: Iterable[RequestRecord]) -> BackgroundView:

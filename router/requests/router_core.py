@@ -232,7 +232,7 @@ class RouterCore:
         view = cluster_view(self._fleet, self._requests.values(), self._telemetry, events, now)
         policy, config = self._policy, self._config
         placement = PlacementView(policy.name, policy.decodes, config.admission, *self._links.typical())
-        notes = notes_on(view.workers, config.tpot_slo_s)
+        notes = notes_on(view.workers, view.counters, config.tpot_slo_s)
         return replace(view, tenants=self._tenants.in_flight(), placement=placement, notes=notes)
 
     def trace(self, request_id: RequestId) -> RequestTrace | None:

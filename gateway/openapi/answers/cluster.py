@@ -137,6 +137,8 @@ class Health(Struct, forbid_unknown_fields=True):
 
     status: str
     decode_workers: int
+    tiers_off: dict[str, str] | UnsetType = UNSET
+    """Tiers of KV that workers have turned off because they failed, and why; left out if there are none."""
 
 
 class State(Struct, forbid_unknown_fields=True):

@@ -33,7 +33,9 @@ class Probes:
         """`GET /health`: 200 if some worker can serve; 503 if none can or the gateway drains."""
         num_workers = self._readiness.num_decode_workers
         state = self._readiness.state if num_workers else "no decode worker"
-        body = {"status": "ok" if state == "ready" else state, "decode_workers": num_workers}
+        body: dict[str, object] = {"status": "ok" if state == "ready" else state, "decode_workers": num_workers}
+        if tiers_off := self._readiness.tiers_off:
+            body["tiers_off"] = tiers_off
         await exchange.respond(200 if state == "ready" else 503, msgspec.json.encode(body))
 
     async def ready(self, exchange: Exchange, request_id: RequestId) -> None:
