@@ -38,6 +38,7 @@ from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.expected import ExpectedWorkers
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.prefix_index import PrefixIndex, PrefixMatch
+from disagg.router.workers.tier_index import TierIndex
 from disagg.router.workers.worker import Worker, decodes_only
 from disagg.router.workers.worker_counts import WorkerCounts
 
@@ -57,6 +58,7 @@ class Fleet:
         self.links = links
         self.pairs = pairs
         self.index = PrefixIndex()
+        self.tiers = TierIndex()
         self.counts = WorkerCounts()
         self.breakers = CircuitBreakers(config)
         self.num_openings = 0
@@ -125,6 +127,7 @@ class Fleet:
         worker = self._workers.get(info.worker_id)
         if worker is None:
             self.index.add_worker(info.worker_id, info.incarnation, has_windows=len(info.kv_layout.groups) > 1)
+            self.tiers.add_worker(info.worker_id, info.incarnation, has_tiers=bool(info.tiers))
             slot_tokens = self._config.prefill_chunks * info.token_budget
             bit = self.index.bit(info.worker_id)
             load = self.assignments.of_worker(info.worker_id)
@@ -149,6 +152,7 @@ class Fleet:
         self._leave_bucket(worker)
         self.assignments.forget(worker_id)
         self.index.remove_worker(worker_id)
+        self.tiers.remove_worker(worker_id)
         self._match = None
         self.links.forget(worker_id)
         self.pairs.forget(worker_id)
@@ -248,6 +252,7 @@ class Fleet:
         self.num_releases += 1
         self._changed(worker)
         self._match = None
+        self.tiers.apply(report)
         return self.index.apply(report)
 
     def open(self, worker: Worker, key: AttemptKey, assignment: Assignment, turn: int) -> None:
@@ -398,7 +403,9 @@ class Fleet:
         known = self._match
         if known is None or known[0] is not hashes or known[1] != now:
             self.index.expire(now)
-            self._match = known = (hashes, now, self.index.find(hashes))
+            match = self.index.find(hashes)
+            match.tiers = self.tiers.find(hashes)
+            self._match = known = (hashes, now, match)
         return known[2]
 
     def shortlists(
@@ -493,6 +500,7 @@ class Fleet:
         for bucket in set(self._bucket_of.values()):
             problems += bucket.check_integrity()
         problems += self.breakers.check_integrity()
+        problems += self.tiers.check_integrity()
         return problems + self.assignments.check_integrity() + self.index.check_integrity()
 
     # ---------------------------------------------------------------- inside

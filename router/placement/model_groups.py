@@ -17,6 +17,7 @@ from operator import attrgetter
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, WorkerInfo
+from disagg.router.placement.fetches import fetch_plan
 from disagg.router.placement.forecast import openings
 from disagg.router.placement.lazy_ranking import LazyRanking
 from disagg.router.placement.placement import (
@@ -388,6 +389,11 @@ class WorkerBucket:
                 worker = self.members[worker_id]
                 if worker not in workers and worker_id not in without:
                     workers.append(worker)
+            if matched.tiers is not None:
+                for worker_id in matched.tiers.best(NUM_HOLDERS, self.mask, turn % NUM_TURNS):
+                    worker = self.members[worker_id]
+                    if worker not in workers and worker_id not in without:
+                        workers.append(worker)
         return self._with_room(demand, workers, matched) or self._with_room(
             demand, self._by_room.first(1, without), matched
         )
@@ -456,4 +462,7 @@ class WorkerBucket:
                 shared_blocks = num_shared(worker, matched.hashes, cached)
                 if all_blocks - shared_blocks <= limit:
                     found.append(Candidate(worker, cached, num_blocks, all_blocks - shared_blocks, shared_blocks))
+        if matched is not None and matched.tiers is not None:
+            for candidate in found:
+                candidate.fetch = fetch_plan(demand, candidate, matched.tiers)
         return found

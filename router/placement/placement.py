@@ -25,7 +25,7 @@ import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import BlockHash, WorkerId
-from disagg.proto.messages import KvLayout, WorkerInfo
+from disagg.proto.messages import KvLayout, TierName, WorkerInfo
 from disagg.proto.splitmix import splitmix64
 from disagg.router.config import Decodes
 from disagg.router.placement.forecast import num_pairs
@@ -100,6 +100,17 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
         self.context = self.num_tokens + self.output_tokens / 2
 
 
+class FetchPlan(msgspec.Struct, frozen=True, gc=False):
+    """KV of the request that a worker would load from its own tiers instead of computing it."""
+
+    kind: TierName
+    """The slowest tier that some of it comes from."""
+    tokens: int
+    """Number of leading tokens whose KV the worker has then."""
+    ms: float
+    """Predicted milliseconds of the load."""
+
+
 class Candidate(msgspec.Struct, eq=False, gc=False):
     """One worker that could play one role for one request."""
 
@@ -115,6 +126,13 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     there is room without that; `assigned_blocks` includes them until then."""
     as_decode: Weight | None = None
     """Its weight as the D of a pair, if already computed."""
+    fetch: FetchPlan | None = None
+    """What it would load before it computes the prompt; None where it would compute all that is not cached."""
+
+    @property
+    def ready_tokens(self) -> int:
+        """Number of leading tokens that it need not compute: cached, or loaded."""
+        return self.cached_tokens if self.fetch is None else self.fetch.tokens
 
 
 class Weight(msgspec.Struct, frozen=True, gc=False):
@@ -268,7 +286,7 @@ def count_shared(candidate: Candidate, hashes: Sequence[BlockHash]) -> int:
 
 def prefill_assignment(demand: Demand, candidate: Candidate) -> Assignment:
     """The assignment of the P of a pair."""
-    cached = candidate.cached_tokens
+    cached = candidate.ready_tokens
     return Assignment(
         tokens=demand.num_tokens - cached,
         pairs=num_pairs(cached, demand.num_tokens),
@@ -282,12 +300,12 @@ def decode_assignment(
 ) -> Assignment:
     """The assignment of the worker that decodes a request with this chain of blocks; with the uncached suffix where it
     computes the prompt."""
-    num_tokens, cached = demand.num_tokens, candidate.cached_tokens
+    num_tokens, cached, ready = demand.num_tokens, candidate.cached_tokens, candidate.ready_tokens
     shared_blocks = count_shared(candidate, hashes)
     num_matched = cached // HASH_BLOCK_TOKENS
     return Assignment(
-        tokens=num_tokens - cached if computes_prompt else 0,
-        pairs=num_pairs(cached, num_tokens) if computes_prompt else 0,
+        tokens=num_tokens - ready if computes_prompt else 0,
+        pairs=num_pairs(ready, num_tokens) if computes_prompt else 0,
         blocks=candidate.assigned_blocks,
         context=num_tokens,
         known_tokens=num_tokens,

@@ -33,18 +33,21 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import (
+    EXTENT_TOKENS,
     BlocksRemoved,
     BlocksSnapshot,
     BlocksStored,
     KvEvent,
     ResumeRemoved,
     ResumeStored,
+    TierName,
     WorkerReport,
 )
 
@@ -370,7 +373,7 @@ def _from_last_snapshot(events: Sequence[KvEvent]) -> Sequence[KvEvent]:
 class PrefixMatch:
     """The number of leading blocks of one chain that each worker has. Made by `PrefixIndex.find`."""
 
-    __slots__ = ("_slots", "ends", "hashes")
+    __slots__ = ("_slots", "ends", "hashes", "tiers")
 
     def __init__(
         self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId], hashes: Sequence[BlockHash]
@@ -379,6 +382,8 @@ class PrefixMatch:
         """The chain of the lookup."""
         self.ends = ends
         """See `prefix_ends`; read only."""
+        self.tiers: TierMatch | None = None
+        """What the workers' tiers have of the chain; None where no worker has any. Set by the fleet."""
         self._slots = slots
 
     def best(self, limit: int, among: WorkerSet = ALL_WORKERS, turn: int = 0) -> list[tuple[WorkerId, int]]:
@@ -417,6 +422,22 @@ class PrefixMatch:
                 found[slots[bit.bit_length() - 1]] = num_blocks
                 workers ^= bit
         return found
+
+
+class TierMatch(NamedTuple):
+    """What the tiers of workers have of one chain, by kind of tier; see `tier_index.py`."""
+
+    by_tier: Mapping[TierName, PrefixMatch]
+
+    def tokens_of(self, bit: WorkerSet, tier: TierName) -> int:
+        """Leading tokens in a tier of one worker."""
+        return self.by_tier[tier].blocks_of(bit) * EXTENT_TOKENS
+
+    def best(self, limit: int, among: WorkerSet, turn: int) -> Iterator[WorkerId]:
+        """The workers of `among` whose tiers have most of the chain, at most `limit` of each kind of tier."""
+        for match in self.by_tier.values():
+            for worker_id, _ in match.best(limit, among, turn):
+                yield worker_id
 
 
 def prefix_ends(hashes: Sequence[BlockHash], shards: Shards) -> list[tuple[int, WorkerSet]]:

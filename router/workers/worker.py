@@ -13,11 +13,21 @@ Owner: the fleet.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import KvLayout, Load, PeerRef, StepCoefficients, WorkerInfo, WorkerReport, experts_read
+from disagg.proto.messages import (
+    KvLayout,
+    Load,
+    PeerRef,
+    StepCoefficients,
+    TierName,
+    WorkerInfo,
+    WorkerReport,
+    experts_read,
+)
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
 from disagg.step_times.pace import slack_ms, tokens_left
@@ -123,6 +133,8 @@ class Worker:
     attending_ms: float = 0.0
     """Milliseconds that each token of its context adds."""
 
+    extent_ms: Mapping[TierName, float] = field(default_factory=dict)
+    """Milliseconds that it expects to take to load an extent from each of its tiers that are on."""
     heard_at: float = -math.inf
     """When its latest message came."""
     blocks_beyond: int = 0
@@ -234,6 +246,8 @@ class Worker:
         self._others_context += OTHERS_SHARE * (others_context - self._others_context)
         self._has_preempted = load.num_preempted > 0
         self.refused_blocks = math.inf
+        if report.metrics is not None and report.metrics.tiers:
+            self.extent_ms = {tier.name: tier.extent_ms for tier in report.metrics.tiers if not tier.off_reason}
         for sample in report.steps:
             self.model.observe(sample)
             self.is_measured = True

@@ -127,8 +127,8 @@ class Elastic(Joint):
         )
 
     def _weigh_prompt(self, demand: Demand, candidate: Candidate) -> Weight:
-        worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
-        num_new = num_tokens - cached
+        worker, cached, num_tokens = candidate.worker, candidate.ready_tokens, demand.num_tokens
+        num_new = num_tokens - candidate.cached_tokens
         delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         wait = worker.backlog_ms
         if not worker.num_decodes:
@@ -144,6 +144,8 @@ class Elastic(Joint):
             if self._gathers:
                 delay += compute
         wait += demand.queued_ms
+        if candidate.fetch is not None and wait < candidate.fetch.ms:
+            wait = candidate.fetch.ms
         finish = wait + prefill
         misses = 1 if finish > demand.ttft_left_ms else 0
         is_spared = self._gathers and finish <= _IN_TIME * demand.ttft_left_ms

@@ -77,9 +77,11 @@ class Joint:
 
     def weigh_prefill(self, demand: Demand, candidate: Candidate) -> Weight:
         """Wait, prefill, delay of the sequences that decode there (on an elastic worker), evictions, barrier."""
-        worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
-        num_new = num_tokens - cached
+        worker, cached, num_tokens = candidate.worker, candidate.ready_tokens, demand.num_tokens
+        num_new = num_tokens - candidate.cached_tokens
         wait, prefill = worker.backlog_ms + demand.queued_ms, prefill_ms(worker, cached, num_tokens)
+        if candidate.fetch is not None and wait < candidate.fetch.ms:
+            wait = candidate.fetch.ms
         delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         if worker.num_decodes:
             delay += worker.num_decodes * compute_ms(worker, cached, num_tokens)
@@ -102,12 +104,14 @@ class Joint:
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
         """Wait, prefill, decode steps, delay, barrier. The worker's sequences wait for the prefill too, without the
         steps' fixed cost."""
-        worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
-        num_new = num_tokens - cached
+        worker, cached, num_tokens = candidate.worker, candidate.ready_tokens, demand.num_tokens
+        num_new = num_tokens - candidate.cached_tokens
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
         if worker.is_for_prompts:
             wait += demand.queued_ms
-        prefill = compute - (-num_new // worker.prompt_room) * worker.around_ms
+        if candidate.fetch is not None and wait < candidate.fetch.ms:
+            wait = candidate.fetch.ms
+        prefill = compute - (-(num_tokens - cached) // worker.prompt_room) * worker.around_ms
         after = candidate.as_decode or self.weigh_decode(demand, candidate)
         decode, barrier = after.decode_ms, after.barrier_ms
         others = worker.num_decodes * compute
