@@ -41,7 +41,6 @@ from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.hosts import processes
 from disagg.cluster.hosts.processes import ProcessCluster
-from disagg.cluster.templates.templates import Templates
 from tests.support.reports import REPOSITORY, percentile
 
 OUTPUT_TOKENS = 8
@@ -166,7 +165,6 @@ def measure_handovers(config: Mapping[str, Any], load: Load) -> list[Handover]:
         environment = {FOLDER_VARIABLE: folder, "PYTHONPATH": path}
         with (
             mock.patch.object(processes, "WORKER_MODULE", NOTING_WORKER),
-            mock.patch.object(Templates, "fork", return_value=None),  # a template holds the usual worker
             mock.patch.dict(os.environ, environment),
             ProcessCluster(parse_config(dict(config))) as cluster,
         ):
