@@ -47,6 +47,8 @@ class PoolCache(NamedTuple):
     """Bytes of one number of the experts' weights."""
     draft: ModelConfig | None = None
     """Draft model of the pool, whose KV takes as many blocks."""
+    tier_bytes: int = 0
+    """Host memory of each worker for KV beside its cache."""
 
     @property
     def configured_bytes(self) -> int | None:
@@ -64,13 +66,13 @@ class PoolCache(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches of all workers, and of what their experts need beside weights; 0 if the size is
-        measured."""
+        """Bytes of the caches of all workers with their tiers of host memory, and of what their experts need beside
+        weights; 0 if the size is measured."""
         num_blocks = self.pool.num_blocks
         each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
         if each:
             each += self.scratch_bytes
-        return each * self.pool.tp * self.pool.size
+        return (each * self.pool.tp + self.tier_bytes) * self.pool.size
 
     @property
     def scratch_bytes(self) -> int:
@@ -134,6 +136,16 @@ def check_block(cache: PoolCache) -> None:
         raise ConfigError(
             f"{pool_path(cache.name)}.kv_cache_bytes: {num_bytes} bytes hold no block of {cache.pool.tokens_per_block} "
             f"tokens of this model, which takes {block_bytes}"
+        )
+
+
+def check_no_windows(cache: PoolCache) -> None:
+    """Raises `ConfigError` for a model with windows, of whose KV tiers cannot keep extents."""
+    groups = cache.groups(1)
+    if len(groups) > 1:
+        raise ConfigError(
+            f"kv_cache.tiers: models with windows have none; the model of {pool_path(cache.name)} has {len(groups)} "
+            "cache groups"
         )
 
 

@@ -42,6 +42,7 @@ REPLACES_ALL = (
     "model.share_weights",
     "kernels.*",
     "transfer.*",
+    "kv_cache.*",
     "gateway.token_interval_ms",
     "recovery.failpoints",
 )

@@ -25,7 +25,14 @@ from disagg.cluster.config.cluster_config import (
     pool_path,
 )
 from disagg.cluster.config.core_layout import CorePlan, plan_cores, with_threads, worker_cores, worker_device
-from disagg.cluster.config.memory import ELEMENT_BYTES, PoolCache, check_block, check_fits, memory_notes
+from disagg.cluster.config.memory import (
+    ELEMENT_BYTES,
+    PoolCache,
+    check_block,
+    check_fits,
+    check_no_windows,
+    memory_notes,
+)
 from disagg.cluster.config.model_pools import with_sizes
 from disagg.cluster.core.gateways import GATEWAY, gateway_names
 from disagg.cluster.core.workers import worker_id
@@ -379,6 +386,7 @@ def plan_cluster(
             dtype = resolved_dtype(options, pool.device, cpu_dtype)
             kv_dtype = "fp8" if options.kv_cache_dtype == "fp8" else dtype
             weight_dtype = dtype if options.quantization == "none" else "int8"
+            tiers = worker_tiers(config, name, 0)
             caches.append(
                 PoolCache(
                     name,
@@ -388,8 +396,11 @@ def plan_cluster(
                     ELEMENT_BYTES[dtype],
                     ELEMENT_BYTES[weight_dtype],
                     _draft_of(name, pool, paths[key]),
+                    0 if tiers is None else tiers.host_bytes,
                 )
             )
+            if tiers is not None:
+                check_no_windows(caches[-1])
     for cache in caches:
         check_block(cache)
     if memory_bytes is not None:

@@ -10,7 +10,15 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import STEP_SECONDS_BOUNDS, BufferSize, Load, StartPhase, TransferCount, WorkerMetrics
+from disagg.proto.messages import (
+    STEP_SECONDS_BOUNDS,
+    BufferSize,
+    Load,
+    StartPhase,
+    TierCounts,
+    TransferCount,
+    WorkerMetrics,
+)
 from disagg.router.api import ClusterView, PlacementView, WorkerView
 from disagg.router.statistics import RouterStats, TenantUsage
 from tests.support.router import worker_info
@@ -92,6 +100,12 @@ def busy_view() -> ClusterView:
                 swapped_out_blocks=9,
                 swapped_in_blocks=8,
                 transfers=(moved,),
+                loaded_tokens=12,
+                dropped_extents=3,
+                tiers=(
+                    TierCounts(name="host", capacity_bytes=4096, held_bytes=1024, written_extents=5, loaded_extents=4),
+                    TierCounts(name="disk", evicted_extents=2, failed_extents=1, off_reason="No space left on device"),
+                ),
             ),
             WorkerId("d0"): WorkerMetrics(
                 draft_steps=9,

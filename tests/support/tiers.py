@@ -11,6 +11,7 @@ from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
+from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.engine.tiers.extents import Extent
 from disagg.engine.tiers.store import DiskPort, TierParts
 from disagg.proto.messages import SequenceSpec, StepSample
@@ -82,6 +83,28 @@ class PlayedDisk(DiskPort):
         return []
 
 
+class FileDisk(PlayedDisk):
+    """Real files, without a thread."""
+
+    def __init__(self, files: ExtentFiles) -> None:
+        super().__init__()
+        self._real = files
+
+    def scan(self) -> None:
+        self.orders.append(lambda: [TierScanned(tuple(self._real.scan()))])
+
+    def _write(self, number: int, extent: Extent, payload: Buffer) -> list[TierAnswer]:
+        self._real.write(extent, payload)
+        return [TierWritten(number, True)]
+
+    def _read(self, number: int, extent: Extent, payload: Buffer) -> list[TierAnswer]:
+        return [TierRead(number, not self._real.read(extent, payload), self.read_ms)]
+
+    def _delete(self, extents: tuple[Extent, ...]) -> list[TierAnswer]:
+        self._real.delete(extents)
+        return []
+
+
 class CountingRunner(FakeModelRunner):
     """Counts the prompt tokens that it computes."""
 
@@ -114,6 +137,7 @@ class TierWorker:
         min_tokens: int = 1024,
         max_loading: int = 4,
         cached_share: float = 0.0,
+        extent_bytes: int = FAKE_EXTENT_BYTES,
     ) -> None:
         self.disk = disk
         self.runner = CountingRunner(num_blocks, BLOCK, 384, VOCAB_SIZE) if runner is None else runner
@@ -121,9 +145,9 @@ class TierWorker:
         if host_extents or disk_extents:
             folder = None
             if disk_extents:
-                folder = DiskTier(path="/folder", bytes=disk_extents * FAKE_EXTENT_BYTES, shared=is_shared)
+                folder = DiskTier(path="/folder", bytes=disk_extents * extent_bytes, shared=is_shared)
             tiers = TierOptions(
-                host_bytes=host_extents * FAKE_EXTENT_BYTES, disk=folder, min_tokens=min_tokens, max_loading=max_loading
+                host_bytes=host_extents * extent_bytes, disk=folder, min_tokens=min_tokens, max_loading=max_loading
             )
         config = WorkerConfig(
             worker_id="worker",

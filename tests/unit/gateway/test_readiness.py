@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from disagg.gateway.readiness import Readiness
 from disagg.proto.errors import UnavailableError
-from disagg.proto.messages import Load
+from disagg.proto.ids import WorkerId
+from disagg.proto.messages import Load, TierCounts, WorkerMetrics
 from disagg.router.api import ClusterView, WorkerView
 from tests.support.router import worker_info
 
@@ -31,6 +33,14 @@ def test_the_state_by_workers(workers: tuple[str, ...], waits_for_workers: bool,
     assert readiness.state == state
     readiness.begin_drain()
     assert readiness.state == "draining"
+
+
+def test_tiers_that_are_off_are_told_and_nothing_is_refused_for_them() -> None:
+    off = WorkerMetrics(tiers=(TierCounts(name="host"), TierCounts(name="disk", off_reason="No space left on device")))
+    counters = {WorkerId("d0"): off, WorkerId("gone"): off}
+    readiness = Readiness(lambda: dataclasses.replace(view("d0"), counters=counters))
+    assert readiness.tiers_off == {"d0 disk": "No space left on device"}
+    assert readiness.state == "ready"
 
 
 async def test_a_drain_refuses_new_answers_and_waits_for_those_that_run() -> None:

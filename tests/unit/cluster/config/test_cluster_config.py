@@ -27,8 +27,8 @@ POOL_KEYS = (
     "max_num_seqs, cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
-    "model, kernels, gateway, mode, pools, models, placement, slo, network, controller, transfer, recovery, ray, "
-    "autoscaler, metrics, logging"
+    "model, kernels, gateway, mode, pools, models, placement, slo, network, controller, kv_cache, transfer, recovery, "
+    "ray, autoscaler, metrics, logging"
 )
 
 
@@ -250,6 +250,20 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "transfer: {heartbeat_s: 3}",
             "transfer.heartbeat_s: 3.0 must be at most half of transfer.lease_timeout_s (5.0), "
             "or leases run out between heartbeats",
+        ),
+        ("kv_cache: {tiers: {}}", "kv_cache.tiers: needs host_bytes or disk; leave it out for no tiers"),
+        (
+            "kv_cache: {tiers: {disk: {path: /kv}}}",
+            "kv_cache.tiers.disk.bytes: must be set where kv_cache.tiers.disk is",
+        ),
+        ("kv_cache: {tiers: {host_bytes: -1}}", "kv_cache.tiers.host_bytes: expected int >= 0; got -1"),
+        (
+            "{kv_cache: {tiers: {disk: {path: /kv, bytes: 1GiB}}}, pools: {prefill: {tp: 2}}}",
+            "kv_cache.tiers.disk: is for workers of one rank; pools.prefill.tp is 2",
+        ),
+        (
+            "{kv_cache: {tiers: {host_bytes: 1GiB}}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
+            "kv_cache.tiers: is for workers on device cpu, not cuda",
         ),
         ("transfer: {lease_timeout_s: .nan}", "transfer.lease_timeout_s: expected float > 0.0; got nan"),
         ("transfer: {lease_timeout_s: .inf}", "transfer.lease_timeout_s: expected float <= 86400.0; got inf"),

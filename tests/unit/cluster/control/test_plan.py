@@ -17,7 +17,15 @@ from disagg.cluster.control.plan import (
     worker_config,
 )
 from disagg.cluster.core.config_reader import read_struct
-from disagg.engine.config import EngineLimits, KernelOptions, ModelOptions, SpeculationOptions, TransferLimits
+from disagg.engine.config import (
+    DiskTier,
+    EngineLimits,
+    KernelOptions,
+    ModelOptions,
+    SpeculationOptions,
+    TierOptions,
+    TransferLimits,
+)
 from disagg.engine.kv_transfer.transports import nixl_agent
 from disagg.gateway.auth.tls_files import TlsFiles
 from disagg.gateway.config import ModelSource
@@ -271,6 +279,15 @@ def test_each_limit_of_the_yaml_reaches_the_worker() -> None:
     for kind, values in sections.items():
         source = worker.transfer if kind is TransferLimits else worker
         assert {name: getattr(source, name) for name in values} == values
+
+
+@pytest.mark.parametrize(("shared", "path"), [(False, "/kv/prefill-1"), (True, "/kv")])
+def test_workers_that_compute_prompts_have_tiers_in_folders_of_their_own(shared: bool, path: str) -> None:
+    tiers = {"host_bytes": "1MiB", "disk": {"path": "/kv", "bytes": "1GiB", "shared": shared}}
+    config = parse_config({"kv_cache": {"tiers": tiers}, "pools": {"prefill": {"size": 2}}})
+    _, prefill, decode = ClusterPlan(config, {"": "/m"}, (0, 1)).workers
+    assert decode.tiers is None
+    assert prefill.tiers == TierOptions(host_bytes=1 << 20, disk=DiskTier(path=path, bytes=1 << 30, shared=shared))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -136,6 +136,19 @@ def test_drafts(samples: Samples) -> None:
     assert [dict(labels)["instance"] for labels in samples[f"{length}_count"]] == ["d0"]
 
 
+def test_tiers(samples: Samples) -> None:
+    tier, host, disk = "disagg_kv_tier", {"instance": "p0", "tier": "host"}, {"instance": "p0", "tier": "disk"}
+    assert value(samples, f"{tier}_bytes", host) == 1024
+    assert value(samples, f"{tier}_capacity_bytes", host) == 4096
+    assert [value(samples, f"{tier}_on", labels) for labels in (host, disk)] == [1, 0]
+    assert value(samples, f"{tier}_written_extents_total", host) == 5
+    assert value(samples, f"{tier}_loaded_extents_total", host) == 4
+    assert value(samples, f"{tier}_evicted_extents_total", disk) == 2
+    assert value(samples, f"{tier}_failed_extents_total", disk) == 1
+    assert value(samples, f"{tier}_dropped_extents_total", instance="p0") == 3
+    assert value(samples, "disagg_engine_loaded_tokens_total", instance="p0") == 12
+
+
 def test_experts(samples: Samples) -> None:
     found = {dict(labels)["layer"]: count for labels, count in samples["disagg_expert_imbalance"].items()}
     assert found == {"0": 1.25, "1": 2.0}
