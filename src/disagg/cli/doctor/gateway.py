@@ -198,6 +198,8 @@ def worker_findings(state: ClusterState) -> Iterator[Finding]:
         yield Finding("FAIL" if short else "warn", "workers", "; ".join(parts), command("status"))
     else:
         yield Finding("ok", "workers", f"{len(state.workers)}, all ready")
+    for note in state.notes:
+        yield Finding("warn", "note", note, command("status"))
     for model in dict.fromkeys(model_of(worker.worker_id) for worker in state.workers):
         workers = [worker for worker in state.workers if model_of(worker.worker_id) == model]
         what = f"model {model}" if model else "model"

@@ -334,6 +334,12 @@ def test_a_cluster_that_is_well() -> None:
     ]
 
 
+def test_notes_are_shown() -> None:
+    cluster = state(worker("prefill-0"), prefill=1)
+    cluster.notes.append("prefill-0: its disk tier of KV is off: No space left on device")
+    assert found_of(cluster)[1] == ("warn", "note", "prefill-0: its disk tier of KV is off: No space left on device")
+
+
 def test_a_pool_that_lacks_a_worker_fails() -> None:
     lost = worker("decode-0", phase="lost", detail="killed")
     assert found_of(state(worker("prefill-0"), lost, prefill=1, decode=1))[0] == (
