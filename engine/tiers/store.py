@@ -393,12 +393,14 @@ class TierStore:
             off_reason=off_reason,
         )
 
-    def check_integrity(self) -> list[str]:
-        """Findings; empty when sound."""
+    def check_integrity(self, *, is_loading: bool) -> list[str]:
+        """Findings; empty when sound. `is_loading`: whether sequences load."""
         num_used = len(self._reads) + sum(write.buffer is not None for write in self._writes.values())
         problems = self.host.check_integrity() + self.disk.check_integrity()
         if len(self._staging) + num_used > self._num_staging:
             problems.append("a staging buffer of the tiers was given back twice")
+        if not (is_loading or self._writes) and (self.host.num_pinned or self.disk.num_pinned):
+            problems.append("extents of the tiers are kept for nobody")
         return problems
 
     # ------------------------------------------------------------ inside

@@ -92,6 +92,11 @@ class Tier:
         """Whether an extent is here, or being written."""
         return key in self._held
 
+    @property
+    def num_pinned(self) -> int:
+        """Extents that are kept for somebody."""
+        return sum(held.num_pins > 0 for held in self._by_slot.values())
+
     def note_time(self, now: float) -> None:
         """The time of what follows, on any clock."""
         self._order.now = max(self._order.now, now)

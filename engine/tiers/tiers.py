@@ -212,7 +212,7 @@ class Tiers:
     def check_integrity(self) -> list[str]:
         """Findings; empty when sound."""
         loading = {key for key, s in self._scheduler.sequences.items() if s.state is SequenceState.LOADING}
-        return self._store.check_integrity() + self._loading.check_integrity(loading)
+        return self._store.check_integrity(is_loading=bool(loading)) + self._loading.check_integrity(loading)
 
     # ------------------------------------------------------------ inside
 

@@ -10,8 +10,9 @@ from disagg.engine.commands import Release, TierForget
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.tiers.extents import extent_keys
 from disagg.engine.tiers.loading import LEAST_S
-from disagg.engine.tiers.store import TRIED_AGAIN_S
+from disagg.engine.tiers.store import LEFT_FOR_READS, MAX_STAGING, TRIED_AGAIN_S
 from disagg.engine.tiers.tiers import check_tiers
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import SequenceSpec, StepSample
@@ -148,11 +149,30 @@ class TestLoads:
         worker.settle()
         assert [end_of(worker.events, name).cached_tokens for name in ("a1", "b1")] == [256, 256]
 
+    def test_a_load_that_begins_when_another_ends_is_ordered_at_once(self) -> None:
+        """Only one may load. The first comes from host memory, and is there in the same turn."""
+        disk = PlayedDisk()
+        worker = TierWorker(host_extents=3, disk_extents=32, disk=disk, max_loading=1)
+        for name in "abcde":
+            worker.run(prompt_of(name))
+        for number in range(3):  # these take the device cache and are not written: their answers do not end
+            worker.add(make_spec(f"other{number}", make_prompt(300, seed=500 + number), max_tokens=60))
+            for _ in range(8):
+                worker.step()
+            worker.core.handle(Release(key_of(f"other{number}")), worker.now)
+        worker.settle()
+        worker.add(prompt_of("e1"))
+        worker.add(prompt_of("a1"))
+        worker.step()
+        assert len(disk.orders) == 2
+        worker.settle()
+        assert [end_of(worker.events, name).cached_tokens for name in ("e1", "a1")] == [256, 256]
+
     def test_a_folder_that_does_not_answer_is_not_waited_for(self) -> None:
         disk = PlayedDisk()
         worker = TierWorker(disk_extents=32, disk=disk)
         cold(worker, prompt_of("a"))
-        worker.add(make_spec("again", make_prompt(300, seed=ord("a"))))
+        worker.add(make_spec("again", make_prompt(300, seed=ord("a")), timeout_s=1000.0))
         worker.step()
         assert worker.core.load().num_waiting == 1
         assert worker.core.load().uncomputed_prompt_tokens == 300 - 256
@@ -174,11 +194,14 @@ class TestLoads:
         cold(worker, prompt_of("a", 384 - 5))
         (second,) = [extent for extent in disk.files if extent.key == prompt_of("a", 379).block_hashes[15]]
         disk.damaged.add(second)
+        num_written = worker.core.totals().tiers[0].written_extents
+        began = worker.now
         spec = make_spec("again", make_prompt(379, seed=ord("a")), max_tokens=4)
         assert worker.run(spec) == expected(spec)
         assert end_of(worker.events, "again").cached_tokens == 128
-        disk.damaged.clear()
-        assert worker.core.totals().tiers[0].failed_extents == 1
+        (counts,) = worker.core.totals().tiers
+        assert (counts.failed_extents, counts.written_extents - num_written) == (1, 1)
+        assert worker.now < began + LEAST_S
         assert_idle(worker.core)
 
     @pytest.mark.parametrize("when", ["waiting", "loading", "read"])
@@ -265,6 +288,25 @@ class TestWrites:
             worker.run(prompt_of(name))
         (host,) = worker.core.totals().tiers
         assert (host.held_bytes, host.written_extents, host.evicted_extents) == (4 * FAKE_EXTENT_BYTES, 6, 2)
+
+    def test_a_conversation_that_is_used_stays(self) -> None:
+        worker = TierWorker(host_extents=4)
+        for name in ("a", "b", "a1", "c"):
+            worker.run(prompt_of(name))
+        keys = extent_keys(prompt_of("a").block_hashes, 300), extent_keys(prompt_of("b").block_hashes, 300)
+        held = worker.core.prefix_snapshot().tiers["host"]
+        assert [set(each) <= set(held) for each in keys] == [True, False]
+
+    def test_files_that_are_written_leave_buffers_to_those_that_are_read(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk, num_blocks=96)
+        for name in "abcd":
+            worker.add(prompt_of(name))
+        for _ in range(200):
+            worker.step()
+        assert len(disk.orders) == MAX_STAGING - LEFT_FOR_READS
+        worker.settle()
+        assert len(disk.files) == 8
 
     def test_evicted_extents_are_deleted(self) -> None:
         disk = PlayedDisk()

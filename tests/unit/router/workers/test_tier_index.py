@@ -64,10 +64,10 @@ class TestIndex:
         index = TierIndex()
         index.add_worker(WorkerId("p0"), Incarnation("1"), has_tiers=True)
         index.apply(report("p0", 0, snapshot(disk=KEYS[:3])))
-        index.apply(report("p0", 1, TierStored(tier="host", hashes=KEYS[:2])))
-        assert (self.tokens(index, "host"), self.tokens(index, "disk")) == (256, 384)
+        index.apply(report("p0", 1, TierStored(tier="host", hashes=KEYS[:4])))
+        assert (self.tokens(index, "host"), self.tokens(index, "disk")) == (512, 384)
         index.apply(report("p0", 2, TierRemoved(tier="disk", hashes=KEYS[1:3])))
-        assert (self.tokens(index, "host"), self.tokens(index, "disk")) == (256, 128)
+        assert (self.tokens(index, "host"), self.tokens(index, "disk")) == (512, 128)
 
     def test_a_gap_drops_what_was_known(self) -> None:
         index = TierIndex()
