@@ -30,14 +30,7 @@ def test_every_rank_gets_back_what_it_had(size: int, num_kv_heads: int) -> None:
             sequence = make_sequence(make_spec("again", prompt[:128], max_tokens=2))
             sequence.block_table = blocks
             plan = StepPlan((ScheduledSequence(sequence, 127, 1, samples=True),))
-            found = {tuple(rank.runner.run(plan).token_ids) for rank in (*group.ranks, _Local(runner))}
-            assert len(found) == 1
+            runners = [runner._local, *(rank.runner for rank in group.ranks)]
+            assert len({tuple(each.run(plan).token_ids) for each in runners}) == 1
         assert worker.core.totals().loaded_tokens == 3 * 128
     assert group.faults == group.lost == []
-
-
-class _Local:
-    """Rank 0, like the others."""
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner._local
