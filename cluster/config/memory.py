@@ -171,8 +171,13 @@ def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
 
 def memory_notes(caches: Sequence[PoolCache]) -> tuple[str, ...]:
     """The memory of each rank, for pools whose model has windows or experts: each pool of blocks, and what experts
-    take."""
-    return tuple(note for cache in caches if (note := _memory_note(cache)))
+    take; and what workers keep in host memory."""
+    tiers = [
+        f"{pool_path(cache.name)}: each worker keeps up to {_in_mib(cache.tier_bytes)} of KV in host memory"
+        for cache in caches
+        if cache.tier_bytes
+    ]
+    return (*[note for cache in caches if (note := _memory_note(cache))], *tiers)
 
 
 def _memory_note(cache: PoolCache) -> str:

@@ -297,8 +297,13 @@ class Worker:
             tiers=self._tiers,
             arithmetic=runner.arithmetic,
             expert_share=runner.expert_share,
-            buffers=(*runner.buffers, BufferSize("swap", config.swap_bytes)),
+            buffers=(*runner.buffers, BufferSize("swap", config.swap_bytes), *self._tier_buffers),
         )
+
+    @property
+    def _tier_buffers(self) -> list[BufferSize]:
+        tiers = self.config.tiers
+        return [] if tiers is None or not tiers.host_bytes else [BufferSize("tier_host", tiers.host_bytes)]
 
     async def _tick_forever(self) -> None:
         while True:

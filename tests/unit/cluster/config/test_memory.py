@@ -127,3 +127,17 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pyt
             (tmp_path / "limit").write_text(limit)
         found.append(machine_memory())
     assert found == [16384000 * 1024, 16384000 * 1024, 2 * GIB]
+
+
+def test_tiers_of_host_memory_count(checkpoint: Path) -> None:
+    tiers = {"kv_cache": {"tiers": {"host_bytes": "8GiB"}}, "pools": {"prefill": {"size": 2}}}
+    assert refusal(checkpoint, tiers, 16 * GIB).startswith("pools.prefill.kv_cache_bytes: 18.0 GiB for 2 workers; ")
+    assert refusal(checkpoint, tiers, 20 * GIB) == ""
+    assert notes(checkpoint, tiers) == ("pools.prefill: each worker keeps up to 8192.0 MiB of KV in host memory",)
+
+
+def test_a_model_with_windows_has_no_tiers(tmp_path: Path) -> None:
+    model = make_checkpoint("gemma3", tmp_path)
+    assert refusal(model, {"kv_cache": {"tiers": {"host_bytes": "1GiB"}}}) == (
+        "kv_cache.tiers: models with windows have none; the model of pools.prefill has 2 cache groups"
+    )
