@@ -22,7 +22,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_loaded_prefixes_give_the_tokens_of_transformers(tmp_path: Path, tier: str, kind: str) -> None:
     """The device cache holds one prompt and a half; with files the worker starts again with an empty one."""
