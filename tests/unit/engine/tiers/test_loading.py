@@ -11,8 +11,8 @@ from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.tiers.extents import extent_keys
-from disagg.engine.tiers.loading import LEAST_S
-from disagg.engine.tiers.store import LEFT_FOR_READS, MAX_STAGING, TRIED_AGAIN_S
+from disagg.engine.tiers.loading import LEAST_S, MOST_BESIDE_OTHERS
+from disagg.engine.tiers.store import LEFT_FOR_READS, MAX_STAGING, SCANNED_AGAIN_S, TRIED_AGAIN_S
 from disagg.engine.tiers.tiers import check_tiers
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import SequenceSpec, StepSample
@@ -326,6 +326,44 @@ class TestWrites:
         worker.settle()
         assert [tier.held_bytes for tier in worker.core.totals().tiers] == [0, 0]
         assert disk.files == {}
+
+
+class TestSharedFolders:
+    def test_what_others_wrote_is_found_and_what_is_damaged_is_left_to_them(self) -> None:
+        disk = PlayedDisk()
+        first = TierWorker(disk_extents=16, disk=disk, is_shared=True)
+        second = TierWorker(disk_extents=16, disk=PlayedDisk(disk.files), is_shared=True)
+        first.run(prompt_of("a"))
+        second.now += SCANNED_AGAIN_S
+        second.settle()
+        assert second.run(prompt_of("a1")) == expected(prompt_of("a"))
+        assert end_of(second.events, "a1").cached_tokens == 256
+        third = TierWorker(disk_extents=16, disk=PlayedDisk(disk.files), is_shared=True)
+        assert third.disk is not None
+        third.disk.damaged = set(disk.files)
+        assert third.run(prompt_of("a2")) == expected(prompt_of("a"))
+        assert (end_of(third.events, "a2").cached_tokens, len(disk.files)) == (0, 2)
+
+    def test_others_may_delete_what_is_about_to_be_loaded(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=16, disk=disk, is_shared=True)
+        cold(worker, prompt_of("a"))
+        disk.files.clear()
+        spec = make_spec("again", make_prompt(300, seed=ord("a")), max_tokens=4)
+        assert worker.run(spec) == expected(spec)
+        assert_idle(worker.core)
+
+    def test_copies_beside_a_running_sequence_are_few(self) -> None:
+        worker = TierWorker(host_extents=32, num_blocks=96)
+        for name in "abcdef":
+            worker.run(prompt_of(name, 384 - 5))
+        worker.add(make_spec("running", make_prompt(20, seed=5), max_tokens=40))
+        worker.step()
+        loaded = worker.core.totals().loaded_tokens
+        for name in ("a1", "b1"):
+            worker.add(prompt_of(name, 384 - 5))
+        worker.step()
+        assert worker.core.totals().loaded_tokens - loaded == MOST_BESIDE_OTHERS * 128
 
 
 class TestFaults:
