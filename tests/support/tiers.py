@@ -31,6 +31,8 @@ class PlayedDisk(DiskPort):
         self.damaged: set[Extent] = set()
         self.read_ms = 0.01
         self.num_reads = 0
+        self.deleted: list[Extent] = []
+        """What was to be deleted, whether it was there or not."""
         self.orders: deque[Callable[[], list[TierAnswer]]] = deque()
 
     @property
@@ -78,6 +80,7 @@ class PlayedDisk(DiskPort):
         return [TierRead(number, True, self.read_ms)]
 
     def _delete(self, extents: tuple[Extent, ...]) -> list[TierAnswer]:
+        self.deleted += extents
         for extent in extents:
             self.files.pop(extent, None)
         return []
