@@ -126,7 +126,7 @@ def _has_room(heads: HeadTiles, device: torch.device) -> bool:
 def _decode_shape(heads: HeadTiles, q_dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> DecodeShape:
     num_multiprocessors = _num_multiprocessors(device)
     if heads.tail:
-        return latent_decode_shape(heads, q_dtype, num_multiprocessors, _shared_bytes(device))
+        return latent_decode_shape(heads, q_dtype, kv_dtype, num_multiprocessors, _shared_bytes(device))
     return decode_shape(kv_dtype, heads.dim_padded, num_multiprocessors, changes(os.environ).decode)
 
 

@@ -277,17 +277,24 @@ def decode_shape(
 
 
 def latent_decode_shape(
-    heads: HeadTiles, q_dtype: torch.dtype, num_multiprocessors: int, shared_bytes: int
+    heads: HeadTiles, q_dtype: torch.dtype, kv_dtype: torch.dtype, num_multiprocessors: int, shared_bytes: int
 ) -> DecodeShape:
-    """Launch eight warps, among whose registers the sums are divided. Of 16 heads, which wait for memory, two programs
-    fit on a multiprocessor of an H100; of 64, which wait for products, one with tiles of 64 tokens."""
+    """Launch eight warps, among whose registers the sums are divided.
+
+    Few heads wait for memory: of 16, two programs fit on a multiprocessor of an H100, or one whose tiles become 16 bits
+    in registers. 64 wait for products, and take tiles of 64 tokens.
+    """
     has_most = shared_bytes >= MUCH_SHARED_BYTES
+    tile, programs, num_stages = 32, 1, 5
     if q_dtype == torch.float32:
-        return DecodeShape(tile=16, num_programs=num_multiprocessors, num_warps=8, num_stages=3)
-    if heads.rows < 64:
-        per_processor = 2 if heads.rows == 16 and has_most else 1
-        return DecodeShape(tile=32, num_programs=per_processor * num_multiprocessors, num_warps=8, num_stages=5)
-    return DecodeShape(tile=64 if has_most else 32, num_programs=num_multiprocessors, num_warps=8, num_stages=3)
+        tile, num_stages = 16, 3
+    elif heads.rows >= 64:
+        tile, num_stages = 64 if has_most else 32, 3
+    elif kv_dtype != q_dtype:
+        num_stages = 9
+    elif heads.rows == 16 and has_most:
+        programs = 2
+    return DecodeShape(tile=tile, num_programs=programs * num_multiprocessors, num_warps=8, num_stages=num_stages)
 
 
 def _pieces(num_rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

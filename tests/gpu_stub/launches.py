@@ -1,10 +1,10 @@
 """Compiles, binds and launches every Triton op of several models for a Hopper GPU, and prints what was launched.
 
-    python -m tests.gpu_stub.launches DRIVER_FOLDER NAME ...     NAME: of `MODELS`
+    python -m tests.gpu_stub.launches DRIVER_FOLDER NAME ...     NAME: of `MODELS` or `OTHERS`
 
 Triton's compiler, its argument checks and its C launcher are the real ones, the driver is `cuda_stub.c`, which lies
-in DRIVER_FOLDER (`driver.build`). Nothing is computed, so tensors lie in host memory. Each model has one layer and a
-small matrix product behind attention: torch computes those. One JSON object on standard output.
+in DRIVER_FOLDER (`driver.build`). Nothing is computed, so tensors lie in host memory. Each model has one layer, or two,
+and a small matrix product behind attention: torch computes those. One JSON object on standard output.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from disagg.kernels.triton import fp8_rows
 from tests.gpu_stub.driver import Launches, install
 from tests.support.triton_compile import resources
 
+SMALL = 512
+"""Features and vocabulary of what torch computes here."""
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
     "Llama-3-8B, TP 2": {"hidden_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4},
@@ -50,6 +52,56 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-14B": {"model_type": "qwen3", "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8},
 }
 """Fields of `config.json`; head_dim is 128. A share of several ranks is a model with that many heads."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+    },
+    "Gemma 2 9B": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": 3584,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "num_hidden_layers": 2,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "DeepSeek-V3, TP 8": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "moe_intermediate_size": SMALL,
+    },
+}
+"""Those with other parts, of two layers: windows, sinks and experts; windows and soft caps; latents and experts."""
 FEATURES = {
     "Llama-3-8B": 14336,
     "Llama-3-8B, TP 2": 7168,
@@ -59,8 +111,6 @@ FEATURES = {
 }
 """Of the MLP, of one rank."""
 VOCAB = {"Llama": 128256, "Qwen3": 151936}
-SMALL = 512
-"""Features and vocabulary of what torch computes here."""
 BLOCK, NUM_BLOCKS, MAX_LEN = 64, 64, 2048
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 
@@ -96,17 +146,17 @@ def model_config(name: str) -> ModelConfig:
         "eos_token_id": 0,
     }
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(fields | MODELS[name]), encoding="utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(fields | {**MODELS, **OTHERS}[name]), encoding="utf-8")
         return read_model_config(folder)
 
 
 def prefills(num_tokens: int, count: int, start: int = 0) -> StepPlan:
-    sequences = [dummy_sequence(start + num_tokens, 4 * at, BLOCK) for at in range(count)]
+    sequences = [dummy_sequence(start + num_tokens, 4 * at, BLOCK, (NUM_BLOCKS,)) for at in range(count)]
     return StepPlan(prefills=tuple(ScheduledSequence(each, start, num_tokens, True) for each in sequences))
 
 
 def decodes(count: int) -> StepPlan:
-    sequences = [dummy_sequence(100, 2 * at, BLOCK) for at in range(count)]
+    sequences = [dummy_sequence(100, 2 * at, BLOCK, (NUM_BLOCKS,)) for at in range(count)]
     return StepPlan(decodes=tuple(ScheduledSequence(each, 99, 1, True) for each in sequences))
 
 
@@ -129,10 +179,12 @@ def launch_model(
 ) -> None:
     """A step of each kind, and KV out of the cache and back, whole and for a worker of two ranks."""
     config, cpu = model_config(name), torch.device("cpu")
-    cache = KvCache(kv_layout(config, kv_dtype), num_blocks, BLOCK, cpu)
+    layout = kv_layout(config, kv_dtype)
+    windows = len(layout.groups) - 1
+    cache = KvCache(layout, num_blocks, BLOCK, cpu, window_blocks=[num_blocks] * windows)
     ropes = RopeTables(config, MAX_LEN, torch.bfloat16, cpu)
     decoder = Decoder(config, allocate_parameters(config, torch.bfloat16, cpu), ropes, cache)
-    builder = BatchBuilder(BLOCK, MAX_LEN)
+    builder = BatchBuilder(BLOCK, MAX_LEN, windows)
     for label, plan in steps.items():
         batch = to_batch(builder.arrays(plan), decoder.attention)
         found.steps[f"{name}, {kv_dtype}, {label}"] = launches.of(lambda batch=batch: decoder.forward(batch))  # type: ignore[misc]
@@ -140,8 +192,9 @@ def launch_model(
         staged = torch.zeros(32 * cache.layout.bytes_per_token, dtype=torch.uint8)
 
         def copy(peer_tp: int = peer_tp, staged: torch.Tensor = staged) -> None:
-            cache.gather_part([3, 1], 5, 37, staged, peer_tp)
-            cache.scatter_part([3, 1], 5, 37, staged, peer_tp)
+            for group in range(1 + windows):
+                cache.gather_part([3, 1], 5, 37, staged, peer_tp, group=group)
+                cache.scatter_part([3, 1], 5, 37, staged, peer_tp, group=group)
 
         found.steps[f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] = launches.of(copy)
 
@@ -210,11 +263,12 @@ def main(folder: str, *names: str) -> None:
     found = Found()
     logging.getLogger("disagg.kernels.dispatch").addHandler(Declined(found.declined))
     for name in names:
-        for kv_dtype in KV_DTYPES:
+        for kv_dtype in KV_DTYPES if name in MODELS else KV_DTYPES[:1]:
             note_resources(found, name, kv_dtype)
             launch_model(found, launches, name, kv_dtype)
-        note_resources(found, name)
-        launch_wide_ops(found, launches, name)
+        if name in MODELS:
+            note_resources(found, name)
+            launch_wide_ops(found, launches, name)
     found.descriptors = launches.descriptors
     json.dump(asdict(found), sys.stdout)
 

@@ -34,20 +34,33 @@ WIDE_OPS = {
 }
 MODELS = {"Llama-3-8B": 8, "Llama-3-8B, TP 2": 4, "Llama-3-70B, TP 8": 1, "Qwen3-8B": 8, "Qwen3-14B": 8}
 """With their KV heads."""
+SPARSE = {"_route_kernel": 1, "_place_kernel": 1, "_product_kernel": 2, "_gate_kernel": 1, "_combine_kernel": 1}
+"""Of every layer of experts."""
+TWO_LAYERS = {"_embed_kernel": 1, "_add_rms_norm_kernel": 4}
+OTHERS = {
+    "gpt-oss-20b": TWO_LAYERS
+    | {"_rms_norm_kernel": 1, "_kernel": 2}
+    | {kernel: 2 * count for kernel, count in SPARSE.items()},
+    "Gemma 2 9B": TWO_LAYERS | {"_rms_norm_kernel": 5, "_kernel": 2, "_silu_mul_kernel": 2, "_pointwise_kernel": 2},
+    "DeepSeek-V3, TP 8": TWO_LAYERS
+    | {"_rms_norm_kernel": 5, "_latent_write_kernel": 2, "_silu_mul_kernel": 2}
+    | SPARSE,
+}
+"""Of every step of two layers. The functions of a number are those of embeddings and logits; the MLPs of DeepSeek are
+that of a dense layer, and of what all tokens take beside the experts."""
 SPILLED = {"_prefill_kernel": 248, "_decode_kernel": 40}
 """Most bytes of a thread; of all other kernels none. The decode kernel spills with fp8 only."""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("driver")
+def launched(folder: Path, *names: str) -> dict[str, Any]:
+    """What `launches` finds of models."""
     pytest.importorskip("triton")
     from tests.gpu_stub import driver
 
     driver.build(folder)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_stub.launches", folder, *MODELS],
+        [sys.executable, "-m", "tests.gpu_stub.launches", folder, *names],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -57,6 +70,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launched(tmp_path_factory.mktemp("driver"), *MODELS)
 
 
 def test_every_op_takes_every_model(found: dict[str, Any]) -> None:
@@ -102,3 +120,23 @@ def test_the_page_has_the_table_of_all_kernels(found: dict[str, Any], capsys: py
     with capsys.disabled():
         print(f"\n{printed}")
     assert printed in (Path(__file__).parents[2] / "docs/gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_launches_of_a_model_with_other_parts(tmp_path: Path, name: str) -> None:
+    """Windows, soft caps, sinks, experts, latents. A window of 128 tokens is not split; each cache group is copied."""
+    found = launched(tmp_path, name)
+    assert found["declined"] == []
+    for label, expected in STEPS.items():
+        attention = {kernel: 2 * count for kernel, count in expected.items() if kernel not in LAYER}
+        if name == "gpt-oss-20b" and "_join_prefill_kernel" in attention:
+            attention["_join_prefill_kernel"] = 1
+        assert found["steps"][f"{name}, bfloat16, {label}"] == OTHERS[name] | attention, label
+    copies = {"_copy_kernel": 2} if "DeepSeek" in name else {"_copy_kernel": 4}
+    assert found["steps"][f"{name}, bfloat16, KV to 1 ranks"] == copies
+    assert [each for each in found["fused"] if each.endswith((": _kernel", ": _latent_write_kernel"))] == []
+    for kernel, (registers, spilled, shared) in found["kernels"][f"{name}, bfloat16"].items():
+        assert registers <= 255, kernel
+        assert spilled <= SPILLED.get(kernel, 0), kernel
+        assert shared <= 232448, kernel

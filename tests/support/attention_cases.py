@@ -10,11 +10,12 @@ import torch
 import triton
 
 from disagg.kernels.settings.triton_shapes import DecodeChange, PrefillChange
-from disagg.kernels.triton.decode_attention import DecodeShape, decode_shape
-from disagg.kernels.triton.heads import head_tiles
-from disagg.kernels.triton.prefill_attention import PrefillShape, prefill_shape
+from disagg.kernels.triton.decode_attention import DecodeShape, decode_shape, latent_decode_shape
+from disagg.kernels.triton.heads import HeadTiles, head_tiles
+from disagg.kernels.triton.prefill_attention import PrefillShape, latent_prefill_shape, prefill_shape
 from tests.support.triton_compile import Case
 
+H100_SHARED_BYTES = 227 << 10
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
 
 
@@ -58,13 +59,39 @@ def formed(case: Case, *, window: int = 0, soft_cap: float = 0.0, sinks: bool = 
     return replace(case, constants=constants, types=case.types | ({"sinks_ptr": "*fp32"} if sinks else {}))
 
 
-def latent(case: Case, num_heads: int, shape: DecodeShape | PrefillShape, rows: int) -> Case:
-    """The kernel for latent attention of 512 and 64 numbers, launched in another shape."""
-    heads = head_tiles(num_heads, 1, 576, 512, DTYPES[case.types["q_ptr"].removeprefix("*")])
-    sizes = {"HEADS": heads.count, "GROUP": heads.group, "ROWS": rows, "TILE": shape.tile, "DIM": heads.dim}
-    sizes |= {"DIM_PADDED": heads.dim_padded, "TAIL": heads.tail, "TAIL_PADDED": heads.tail_padded}
-    constants = case.constants | {name: size for name, size in sizes.items() if name in case.constants}
-    return replace(case, constants=constants, num_warps=shape.num_warps, num_stages=shape.num_stages)
+def latent_decode_case(q: str, kv: str, num_heads: int, block_size: int) -> Case:
+    """For latent attention of 512 and 64 numbers, on an H100."""
+    heads = head_tiles(num_heads, 1, 576, 512, DTYPES[q])
+    shape = latent_decode_shape(heads, DTYPES[q], DTYPES[kv], 132, H100_SHARED_BYTES)
+    return _latent(decode_case(q, kv, 512, heads.group, block_size), heads, shape, heads.rows)
+
+
+def latent_prefill_case(q: str, kv: str, num_heads: int, block_size: int, queries: int) -> Case:
+    """Of a chunk of `queries` tokens."""
+    heads = head_tiles(num_heads, 1, 576, 512, DTYPES[q])
+    shape = latent_prefill_shape(heads, DTYPES[q], queries, H100_SHARED_BYTES)
+    return _latent(prefill_case(q, kv, 512, heads.group, block_size, queries), heads, shape, shape.rows)
+
+
+def _latent(case: Case, heads: HeadTiles, shape: DecodeShape | PrefillShape, rows: int) -> Case:
+    sizes = {
+        "HEADS": heads.count,
+        "ROWS": rows,
+        "TILE": shape.tile,
+        "TAIL": heads.tail,
+        "TAIL_PADDED": heads.tail_padded,
+    }
+    return replace(case, constants=case.constants | sizes, num_warps=shape.num_warps, num_stages=shape.num_stages)
+
+
+def latent_joins() -> list[Case]:
+    """Of decodes, and of the pieces of a split context."""
+    sizes = {"GROUP": 64, "HEADS": 2, "DIM": 512, "DIM_PADDED": 512}
+    decode, prefill = join_case(), join_prefill_case()
+    return [
+        replace(decode, constants=decode.constants | sizes | {"PIECES": 16}, num_warps=4),
+        replace(prefill, constants=prefill.constants | sizes, num_warps=4),
+    ]
 
 
 def join_case() -> Case:

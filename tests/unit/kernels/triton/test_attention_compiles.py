@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.attention_cases import decode_case, formed, join_case, join_prefill_case, prefill_case
+from tests.support.attention_cases import (
+    decode_case,
+    formed,
+    join_case,
+    join_prefill_case,
+    latent_decode_case,
+    latent_joins,
+    latent_prefill_case,
+    prefill_case,
+)
 from tests.support.triton_compile import compile_kernels
 
 SHARED_BYTES = 227 * 1024
@@ -14,6 +23,10 @@ REGISTERS = 65536
 """Of a multiprocessor."""
 SPILLED_OF_FP8 = 8
 """Bytes a thread, of the decode kernel for fp8 and heads of 128: two registers with Triton 3.7, none with 3.6."""
+
+SPILLED_OF_LATENTS = {"*bf16": 256, "*fp8e4nv": 1024}
+"""Bytes a thread, of 64 heads of 512 numbers, by the dtype of the latents; in bf16 next to none of them in the loop
+over tiles."""
 
 
 @pytest.mark.slow
@@ -59,5 +72,28 @@ def test_prefill_programs_fit_on_a_multiprocessor_and_two_where_boxes_are_fetche
         programs = 2 if case.constants["BOXES"] else 1
         # Scalars that the loop over full tiles does not need may be parked: one register of all 255 is 4 bytes.
         assert usage.spilled_bytes <= 192, case
+        assert programs * usage.shared_bytes <= SHARED_BYTES, case
+        assert programs * usage.registers * 32 * case.num_warps <= REGISTERS, case
+
+
+@pytest.mark.slow
+def test_programs_of_latent_attention_fit_on_a_multiprocessor_and_two_of_a_decode_of_few_heads() -> None:
+    """DeepSeek V3, a rank of eight of it, and GLM-4.7-Flash."""
+    cases = [
+        latent_decode_case("bf16", "bf16", 16, 64),
+        latent_decode_case("bf16", "bf16", 20, 64),
+        latent_decode_case("bf16", "bf16", 128, 16),
+        latent_decode_case("bf16", "fp8e4nv", 16, 64),
+        latent_decode_case("bf16", "fp8e4nv", 128, 64),
+        latent_prefill_case("bf16", "bf16", 16, 64, 4096),
+        latent_prefill_case("bf16", "bf16", 20, 64, 1),
+        latent_prefill_case("bf16", "bf16", 128, 16, 4096),
+        latent_prefill_case("bf16", "fp8e4nv", 128, 64, 4096),
+        *latent_joins(),
+    ]
+    for case, usage in zip(cases, compile_kernels(cases), strict=True):
+        latents, rows = case.types.get("key_ptr", ""), case.constants.get("ROWS")
+        programs = 2 if (case.kernel, latents, rows) == ("_decode_kernel", "*bf16", 16) else 1
+        assert usage.spilled_bytes <= (SPILLED_OF_LATENTS[latents] if rows == 64 else 0), case
         assert programs * usage.shared_bytes <= SHARED_BYTES, case
         assert programs * usage.registers * 32 * case.num_warps <= REGISTERS, case
