@@ -256,6 +256,16 @@ class FastRoom:
         if windows.has_window(end // per_block, num_received):
             windows.note_point(sequence.keys[end - 1])
 
+    @property
+    def num_reserved(self) -> int:
+        """Number of units of the first group that are not written and cannot be given to others: as many as are
+        promised, or as make the share of a window's pool that is promised."""
+        blocks = self.blocks
+        if self.windows is None:
+            return blocks.num_reserved
+        num_active = blocks.num_own + blocks.num_held
+        return max(blocks.num_reserved, self.windows.share_of(blocks.num_blocks) * blocks.per_block - num_active)
+
     def drain_events(self) -> tuple[KvEvent, ...]:
         """What routers hear since the last call, in order."""
         events = self.blocks.drain_events()

@@ -78,6 +78,10 @@ class FastWindows:
 
     # ------------------------------------------------------------ promises
 
+    def share_of(self, num_blocks: int) -> int:
+        """As large a part of `num_blocks` blocks as is promised of the fullest pool."""
+        return max(num_blocks * pool.num_promised // pool.capacity for pool in self._pools)
+
     def may_admit(self, num_blocks: int, *, is_alone: bool) -> bool:
         """Whether a sequence of `num_blocks` blocks can be promised its windows. One that is alone may have all."""
         return all(

@@ -104,7 +104,7 @@ class FastWorker(FastEngine):
             blocks_total=blocks.num_blocks,
             blocks_active=(blocks.num_own + blocks.num_held) // per_block,
             blocks_cached=blocks.num_cached // per_block,
-            blocks_reserved=blocks.num_reserved // per_block,
+            blocks_reserved=self._room.num_reserved // per_block,
             steps=self._num_steps,
             num_preempted=scheduler.num_preempted,
             blocks_copied=blocks.num_copied // per_block,

@@ -58,6 +58,7 @@ def test_a_sequence_that_grows_is_promised_more_until_it_is_enough() -> None:
     it.promise(0, 2)
     assert it.num_promised == 18
     assert [it.has_room(4, num_blocks) for num_blocks in (4, 5, 6)] == [True, True, False]
+    assert it.share_of(190) == 180
     it.promise(4, 5)
     assert it.num_promised == 19
 
@@ -172,8 +173,16 @@ def test_answers_that_outgrow_the_pool_of_windows_are_preempted() -> None:
     """Four prompts of 6 blocks fit; with their answers each takes 10, of which the pool has 46."""
     requests = asked(*[(0.0, 90, 70)] * 7)
     wide = KvLayout.sized(1000, [WindowKv(window=256, bytes_per_token=800)])
-    shape = {"colocated": 1, "max_num_seqs": 12, "token_budget": 64, "num_blocks": 84, "decode_reserve_tokens": 0}
-    spec = dataclasses.replace(cluster_spec(engine="fast", router=RouterConfig(watermark=0), **shape), kv_layout=wide)
+    shape = cluster_spec(
+        engine="fast",
+        router=RouterConfig(watermark=0),
+        colocated=1,
+        max_num_seqs=12,
+        token_budget=64,
+        num_blocks=84,
+        decode_reserve_tokens=0,
+    )
+    spec = dataclasses.replace(shape, kv_layout=wide)
     cluster = SimulatedCluster(spec, requests)
     assert cluster.run().problems == []
     assert cluster.num_preemptions > 0
