@@ -55,7 +55,7 @@ NUM_TOKENS = 30
 NUM_BEFORE = 12
 """Tokens of an answer before it moves, or its worker is lost."""
 
-
+LIKE_LLAMA = ("llama3_rope", "mistral", "qwen2", "qwen3")
 PAIRS = ((ONE, ONE), (ONE, TWO), (TWO, ONE), (ONE, FOUR), (FOUR, ONE), (TWO, FOUR), (FOUR, TWO))
 """Four ranks share the two KV heads."""
 EXPERT_PAIRS = (
@@ -79,7 +79,7 @@ QUICK = {False: ((ONE, TWO), (TWO, ONE)), True: ((ONE, TWO_EP), (TWO_EP, ONE))}
 def cases() -> list[Any]:
     """Of each family all pairs that it can have."""
     found = []
-    for number, kind in enumerate(FAMILY_KINDS):
+    for number, kind in enumerate((*LIKE_LLAMA, *FAMILY_KINDS)):
         has_experts = kind in EXPERT_KINDS
         quick = QUICK[has_experts][number % 2]
         for pair in (*PAIRS, *(EXPERT_PAIRS if has_experts else ())):
