@@ -61,7 +61,8 @@ def exact(rate_per_s: float, work: float, num_workers: int, most: int, base_s: f
         log_weights.append(log_weights[-1] + math.log(rate_per_s * work * seconds / number))
     highest = max(log_weights)
     weights = [math.exp(each - highest) for each in log_weights]
-    return [each / sum(weights) for each in weights]
+    total = sum(weights)
+    return [each / total for each in weights]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.9, 0.99])
