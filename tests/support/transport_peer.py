@@ -130,6 +130,7 @@ class LinkedProcess:
         """End P in whatever state it is."""
         self.process.kill()
         self.process.join()
+        self.process.close()
         self.link.close()
 
 
