@@ -347,7 +347,7 @@ def transformers_config(kind: str) -> dict[str, Any]:
 def reference_generate(folder: Path, prompt_ids: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
     """Greedy tokens and the fp32 logits [num_tokens, vocab] they came from, by transformers, end tokens ignored."""
     token_ids, logits = _reference(folder).generate(tuple(prompt_ids), num_tokens)
-    return list(token_ids), logits.clone()
+    return token_ids, logits.clone()
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
@@ -366,12 +366,14 @@ class _Reference:
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
-        self._generated: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
+        self._generated: dict[tuple[int, ...], tuple[list[int], Tensor]] = {}
+        """The longest answer to each prompt so far: shorter ones begin alike."""
 
     def generate(self, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], Tensor]:
-        if (prompt_ids, num_tokens) not in self._generated:
-            self._generated[prompt_ids, num_tokens] = self._generate(prompt_ids, num_tokens)
-        return self._generated[prompt_ids, num_tokens]
+        if prompt_ids not in self._generated or len(self._generated[prompt_ids][0]) < num_tokens:
+            self._generated[prompt_ids] = self._generate(prompt_ids, num_tokens)
+        token_ids, logits = self._generated[prompt_ids]
+        return token_ids[:num_tokens], logits[:num_tokens]
 
     def _generate(self, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], Tensor]:
         token_ids, rows, cache, step_ids = [], [], None, list(prompt_ids)
