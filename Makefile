@@ -77,7 +77,7 @@ test-tp: $(STAMP) ## workers of four ranks, on either side of a hand-over
 	@$(BIN)/python -m pytest tests/ranks $(ARGS)
 
 test-arm: $(STAMP) ## the C++ kernels on Arm; needs g++-aarch64-linux-gnu and qemu-user of the system
-	@echo "Testing the kernels on Arm (about a minute)"
+	@echo "Testing the kernels on Arm (about three minutes)"
 	@$(BIN)/python -m pytest tests/arm $(ARGS)
 
 test-cluster: export OMP_NUM_THREADS = 1
