@@ -59,7 +59,8 @@ class Routing:
             raise ValueError(f"top_groups: must be 1 to {self.groups}, not {self.top_groups}")
         if self.top_k > self.top_groups * self.group_size:
             raise ValueError(
-                f"top_groups: {self.top_groups} of {self.group_size} experts have no {self.top_k} to choose (top_k)"
+                f"top_groups: {self.top_groups} x {self.group_size} experts of a group are fewer than the {self.top_k} "
+                f"of a row (top_k)"
             )
         if self.groups > 1 and self.group_score == "two_largest" and self.group_size < 2:
             raise ValueError(f"groups: {self.groups} groups of one expert have no two largest scores")

@@ -327,7 +327,10 @@ def test_distinct_experts_of_a_step() -> None:
         ({"groups": 0}, "groups: 0 do not divide 8 experts"),
         ({"groups": 4, "top_groups": 5}, "top_groups: must be 1 to 4, not 5"),
         ({"groups": 4, "top_groups": 0}, "top_groups: must be 1 to 4, not 0"),
-        ({"groups": 8, "top_groups": 1}, r"top_groups: 1 of 1 experts have no 2 to choose \(top_k\)"),
+        (
+            {"groups": 8, "top_groups": 1},
+            r"top_groups: 1 x 1 experts of a group are fewer than the 2 of a row \(top_k\)",
+        ),
         (
             {"groups": 8, "top_groups": 2, "group_score": "two_largest"},
             "groups: 8 groups of one expert have no two largest scores",

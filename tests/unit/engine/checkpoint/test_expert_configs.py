@@ -260,7 +260,7 @@ def test_minimax_m2(tmp_path: Path) -> None:
         (
             GLM,
             {"n_group": 64, "topk_group": 2},
-            "`topk_group`: 2 of 2 experts have no 8 to choose (top_k)",
+            "`topk_group`: 2 x 2 experts of a group are fewer than the 8 of a row (top_k)",
         ),
         (GLM, {"routed_scaling_factor": 0}, "`routed_scaling_factor` must be a positive number, not 0"),
         (GLM, {"scoring_func": "softmax"}, "`scoring_func` = 'softmax' is not known for Glm4MoeForCausalLM; "),
