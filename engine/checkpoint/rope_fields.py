@@ -10,6 +10,8 @@ from typing import Any
 from disagg.engine.checkpoint.json_fields import JsonFields
 from disagg.engine.checkpoint.model_config import DEFAULT_ROPE_THETA, RopeConfig
 
+MAX_TEMPERATURE = 1e6
+"""Largest temperature of yarn for `mscale_all_dim`, whose square multiplies scores; published models have less than 2."""
 KINDS = "default, linear, dynamic, llama3, yarn, longrope"
 
 
@@ -132,7 +134,10 @@ def latent_scale(fields: JsonFields, rope: RopeConfig) -> float:
     if rope.kind != "yarn" or not parameters.get("mscale_all_dim"):
         return 1.0
     mscale = JsonFields(fields.file, parameters).number("mscale_all_dim")
-    return _yarn_mscale(rope.factor, mscale) ** 2
+    temperature = _yarn_mscale(rope.factor, mscale)
+    if temperature > MAX_TEMPERATURE:
+        raise fields.error(f"`mscale_all_dim` {mscale} makes a temperature of more than {MAX_TEMPERATURE:g}")
+    return temperature**2
 
 
 def _llama3(rope: JsonFields, max_positions: int) -> dict[str, Any]:

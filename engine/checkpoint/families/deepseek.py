@@ -40,6 +40,9 @@ def _routing_v2(fields: JsonFields) -> Routing:
 def _read_v3(fields: JsonFields) -> ModelConfig:
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         check_value(fields, name, value)
+    for name in GROUPS.values():
+        if fields.is_null(name):
+            raise fields.error(f"`{name}` must not be null; experts without groups have 1")
     routing = read_routing(
         fields,
         EXPERTS,

@@ -40,6 +40,8 @@ def read_latent(fields: JsonFields, defaults: LatentDefaults = DEEPSEEK) -> Late
         query_rank=query_rank,
         interleaved=fields.boolean("rope_interleave", True),
     )
+    if latent.rope_dim % 2:
+        raise fields.error(f"`qk_rope_head_dim` must be even, not {latent.rope_dim}")
     num_heads = fields.integer("num_attention_heads")
     for name, value in (
         ("num_key_value_heads", num_heads),
