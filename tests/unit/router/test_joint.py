@@ -106,7 +106,7 @@ def test_views_have_the_time_of_a_token() -> None:
     it = Placing("joint", worker("d0", load=DRAFTS), config=AUTO)
     [view] = it.fleet.views(0.0)
     assert view.steps is not None
-    assert view.steps == pytest.approx((2 / 2.5, 1.0, 0.0, 4 * 0.5 / 2.5, 0.0), abs=1e-3)
+    assert view.steps == pytest.approx((2 / 2.5, 1.0, 0.0, 4 * 0.5 / 2.5, 0.0, 0.0, 0.0), abs=1e-3)
 
 
 # ---------------------------------------------------------------- prefixes
