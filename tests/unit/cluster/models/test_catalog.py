@@ -130,7 +130,7 @@ def test_a_base_model_has_no_chat_template(cache: Path, tmp_path: Path) -> None:
     [
         ("model.safetensors", "has no .safetensors file (other weight formats are not loaded)"),
         ("config.json", "has no config.json"),
-        ("tokenizer.json", "has no tokenizer.json"),
+        ("tokenizer.json", "has no tokenizer.json (other formats of tokenizers are not read)"),
     ],
 )
 def test_an_incomplete_folder_is_refused_and_leaves_nothing(
@@ -392,7 +392,7 @@ def test_a_commit_of_the_hub_is_asked_for_and_noted(
         hub_id: str, *, revision: str | None, allow_patterns: list[str], dry_run: bool = False
     ) -> str | list[Any]:
         if dry_run:
-            return [SimpleNamespace(file_size=123_000_000, will_download=True)]
+            return [SimpleNamespace(filename="tokenizer.json", file_size=123_000_000, will_download=True)]
         if allow_patterns != ["config.json", "generation_config.json"]:
             asked.append((hub_id, revision))
         shutil.rmtree(tmp_path / hub_id, ignore_errors=True)
@@ -421,6 +421,27 @@ def test_a_model_of_the_hub_that_is_not_served_is_refused_before_its_weights_are
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConfigError, match="`quant_method` 'hqq' is not supported"):
+        models.import_model("owner/Tiny", cache=cache)
+    assert asked == [["config.json", "generation_config.json"]]
+    assert names(cache) == []
+
+
+def test_a_model_of_the_hub_without_a_tokenizer_is_refused_before_its_weights_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi K2 has a tiktoken.model alone."""
+    asked = []
+
+    def download(
+        hub_id: str, *, revision: str | None, allow_patterns: list[str], dry_run: bool = False
+    ) -> str | list[Any]:
+        if dry_run:
+            return [SimpleNamespace(filename="model.safetensors", file_size=1, will_download=True)]
+        asked.append(allow_patterns)
+        return str(write_checkpoint(tmp_path / hub_id))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError, match=r"^model import: owner/Tiny has no tokenizer\.json \(other formats"):
         models.import_model("owner/Tiny", cache=cache)
     assert asked == [["config.json", "generation_config.json"]]
     assert names(cache) == []
