@@ -99,7 +99,9 @@ def plan(
     ],
     tp: Annotated[str | None, typer.Option("--tp", help="Widths that may be used, such as 1,2,4.")] = None,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline parallelism: only 1 is supported.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="Expert parallelism: only 1 is supported.")] = 1,
+    ep: Annotated[
+        int, typer.Option("--ep", help="Of experts over several workers: only 1 is supported; --tp divides them.")
+    ] = 1,
     prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", help="Of each request.")] = None,
     output_tokens: Annotated[int | None, typer.Option("--output-tokens", help="Of each answer.")] = None,
     scenario: Annotated[
