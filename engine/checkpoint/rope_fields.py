@@ -11,7 +11,8 @@ from disagg.engine.checkpoint.json_fields import JsonFields
 from disagg.engine.checkpoint.model_config import DEFAULT_ROPE_THETA, RopeConfig
 
 MAX_TEMPERATURE = 1e6
-"""Largest temperature of yarn for `mscale_all_dim`, whose square multiplies scores; published models have less than 2."""
+"""Largest temperature of yarn for `mscale_all_dim`, whose square multiplies scores; that of published models is below
+2."""
 KINDS = "default, linear, dynamic, llama3, yarn, longrope"
 
 
