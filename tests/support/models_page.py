@@ -83,15 +83,15 @@ def _parts(configs: Iterable[ModelConfig]) -> list[str]:
         fused = [part for part, held in (("q, k, v", names.qkv), ("gate, up", names.gate_up)) if len(held) == 1]
         values = (
             f"{' and '.join(fused)} in one tensor" if fused else "",
-            "norms by 1 + weight" if config.plus_one_norms else "",
+            "1 + weight RMS norms" if config.plus_one_norms else "",
             *(part for layer in config.layers for part in _layer_parts(layer)),
-            "layers without rope" if None in {layer.attention.rope for layer in config.layers} else "",
-            "a rope for each kind of layer" if len(config.ropes) > 1 else "",
+            "NoPE layers" if None in {layer.attention.rope for layer in config.layers} else "",
+            "local and global rope" if len(config.ropes) > 1 else "",
             *(part for rope in config.ropes for part in _rope_parts(rope)),
             "embedding multiplier" if config.embedding_multiplier != 1.0 else "",
             "residual multiplier" if config.residual_multiplier != 1.0 else "",
             "logits divisor" if config.logits_divisor != 1.0 else "",
-            "soft cap of logits" if config.logits_soft_cap is not None else "",
+            "logit soft cap" if config.logits_soft_cap is not None else "",
         )
         found |= dict.fromkeys(part for part in values if part)
     return list(found) or ["none"]
@@ -99,18 +99,18 @@ def _parts(configs: Iterable[ModelConfig]) -> list[str]:
 
 def _layer_parts(layer: LayerConfig) -> list[str]:
     attention = layer.attention
-    norms = {"before": "", "after": "norms of outputs", "both": "norms of inputs and outputs"}
-    qk_norms = {"none": "", "head": "norm of each head of q and k", "whole": "norm of all heads of q and of k"}
+    norms = {"before": "", "after": "post-norm", "both": "pre- and post-norm"}
+    qk_norms = {"none": "", "head": "QK norm by head", "whole": "QK norm over all heads"}
     return [
         norms[layer.norms],
-        "biases of attention" if attention.qkv_bias or attention.o_bias else "",
+        "attention bias" if attention.qkv_bias or attention.o_bias else "",
         *_ffn_parts(layer.ffn),
         qk_norms[attention.qk_norm],
         *_latent_parts(attention.latent),
-        "windows" if attention.window is not None else "",
-        "soft cap of scores" if attention.soft_cap is not None else "",
-        "sinks" if attention.sinks else "",
-        "gelu" if isinstance(layer.ffn, DenseConfig) and layer.ffn.activation == "gelu_tanh" else "",
+        "sliding window" if attention.window is not None else "",
+        "attention soft cap" if attention.soft_cap is not None else "",
+        "attention sinks" if attention.sinks else "",
+        "GeGLU" if isinstance(layer.ffn, DenseConfig) and layer.ffn.activation == "gelu_tanh" else "",
     ]
 
 
@@ -118,32 +118,32 @@ def _latent_parts(latent: LatentConfig | None) -> list[str]:
     if latent is None:
         return []
     return [
-        "latent attention",
-        "" if latent.query_rank is None else "a latent of queries",
-        "rope of neighbours" if latent.interleaved else "",
+        "latent attention (MLA)",
+        "" if latent.query_rank is None else "q_lora",
+        "interleaved rope" if latent.interleaved else "",
     ]
 
 
 def _ffn_parts(ffn: FfnConfig) -> list[str]:
     if not isinstance(ffn, ExpertsConfig):
-        return ["biases of the MLP" if ffn.bias else ""]
+        return ["MLP bias" if ffn.bias else ""]
     routing = ffn.routing
-    scores = {"softmax": "a softmax", "softmax_of_top": "a softmax of the chosen", "sigmoid": "sigmoids"}
+    scores = {"softmax": "softmax", "softmax_of_top": "softmax of the top k", "sigmoid": "sigmoid"}
     return [
-        f"experts by {scores[routing.score]}",
-        "groups of experts" if routing.groups > 1 else "",
-        "bias of the choice" if ffn.choice_bias else "",
-        "biases of the experts" if ffn.bias else "",
-        "clamped gates" if ffn.activation.kind == "clamped_swiglu" else "",
-        f"an MLP for all tokens{', with a gate' if ffn.shared_gate else ''}" if ffn.shared_size else "",
+        f"experts with {scores[routing.score]} routing",
+        "group-limited routing" if routing.groups > 1 else "",
+        "correction bias" if ffn.choice_bias else "",
+        "expert bias" if ffn.bias else "",
+        "clamped SwiGLU" if ffn.activation.kind == "clamped_swiglu" else "",
+        f"{'gated ' if ffn.shared_gate else ''}shared experts" if ffn.shared_size else "",
     ]
 
 
 def _rope_parts(rope: RopeConfig) -> list[str]:
     return [
         {"default": "", "longrope": "longrope"}.get(rope.kind, f"{rope.kind} rope"),
-        "rope of a share of the head" if rope.share != 1.0 else "",
-        "scale of q by position" if rope.query_beta else "",
+        "partial rope" if rope.share != 1.0 else "",
+        "llama4 query scaling" if rope.query_beta else "",
     ]
 
 
