@@ -311,7 +311,8 @@ def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: b
     price = f"{site.price_per_hour:g} an hour" + (" (an example; set --price)" if is_example_price else "")
     return [
         f"{site.model.name} on {site.device.name}: {facts.parameters / 1e9:.2f} billion parameters, "
-        f"{facts.weight_bytes / GB:.1f} GB of weights, {facts.kv_bytes_per_token} bytes of KV a token",
+        f"{facts.weight_bytes / GB:.1f} GB of weights, {facts.kv_bytes_per_token} bytes of KV a token"
+        f"{_kept_of_old_tokens(site.model, site.precision)}",
         f"step times: {source}",
         f"price of a device: {price}",
         f"ridge: {facts.ridge:.0f} FLOP/byte; prompts are bound by arithmetic from {facts.critical_prompt} tokens on "
@@ -323,6 +324,12 @@ def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: b
         f"{facts.hide_bytes_per_s / GB:.2f} GB/s on",
         *_memory_lines(facts),
     ]
+
+
+def _kept_of_old_tokens(model: ModelShape, precision: Precision) -> str:
+    """What a model with windows keeps of a token that has left them."""
+    groups = model.kv_layout(precision.kv_dtype).groups
+    return f", {groups[0].bytes_per_token} of one that has left all windows" if len(groups) > 1 else ""
 
 
 def _memory_lines(facts: Facts) -> list[str]:

@@ -128,6 +128,7 @@ def test_the_pools_of_windows_and_what_experts_take_are_said(tmp_path: Path) -> 
     (width,) = json.loads(file.read_text())["facts"]["widths"]
     memory, (full, window) = width["memory"], width["memory"]["groups"]
     assert (full["window"], window["window"]) == (0, 16)
+    assert " 384 bytes of KV a token, 128 of one that has left all windows\n" in text
     (line,) = [line for line in text.splitlines() if line.startswith("memory of each device, tp 1: ")]
     assert f"KV of all tokens in {full['num_blocks']} blocks ({full['num_blocks'] * 16} tokens, " in line
     assert f"KV of the last 16 tokens in {window['num_blocks']} blocks ({window['num_blocks'] * 16} tokens, " in line
