@@ -179,8 +179,9 @@ def check_fits(
     needed = weight_bytes(model, precision) / GB
     there = widest * MEMORY_SHARE * device.memory_bytes / GB
     kv = model.kv_layout(precision.kv_dtype).bytes_of(num_tokens) / GB
+    smaller = "--weight-dtype fp8, " if model.experts is None else ""  # fp8 is not supported for experts
     raise ConfigError(
         f"--device: {model.name} takes {needed:.1f} GB of weights and {kv:.1f} GB of KV for one sequence of "
         f"{num_tokens} tokens; {widest} x {device.name} have {there:.1f} GB for both. Try a larger device, "
-        f"--weight-dtype fp8, or a wider --tp"
+        f"{smaller}or a wider --tp"
     )

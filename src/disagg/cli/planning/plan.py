@@ -172,6 +172,8 @@ def site_of(options: PlanOptions) -> tuple[Site, str]:
         weight_dtype=options.weight_dtype or options.dtype,
         kv_dtype=options.kv_dtype or options.dtype,
     )
+    if precision.weight_dtype == "fp8" and model.experts is not None:
+        raise ConfigError(f"--weight-dtype: fp8 is not supported for experts, which {model.name} has")
     tps = tuple(widths(model, device)) if options.tp is None else numbers_of(options.tp, "--tp")
     for tp in tps:
         model.check_tp(tp)

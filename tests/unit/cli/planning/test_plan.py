@@ -135,6 +135,8 @@ def test_the_pools_of_windows_and_what_experts_take_are_said(tmp_path: Path) -> 
     assert line.endswith(f"GB of experts and {memory['scratch_bytes'] / 1e9:.2f} GB to compute them")
     assert width["sequences"] == min(full["num_blocks"] // 8, (window["num_blocks"] - window["step_blocks"]) // 3)
     assert "memory of each device" not in output(options())[1]
+    with pytest.raises(ConfigError, match=r"^--weight-dtype: fp8 is not supported for experts, which oss has$"):
+        output(options(model=str(folder), device="h100", weight_dtype="fp8"))
 
 
 def test_everything_is_drawn_as_a_page(tmp_path: Path) -> None:
