@@ -7,6 +7,7 @@ from disagg.engine.checkpoint.families.family import (
     Family,
     TensorNames,
     check_silu,
+    check_value,
     layer_windows,
     read_model,
     read_sizes,
@@ -26,8 +27,8 @@ def _read(fields: JsonFields) -> ModelConfig:
         raise fields.error("`rope_scaling` is missing")  # yarn, which every published model states
     rope = read_rope(fields, sizes.head_dim, DEFAULT_THETA)
     check_silu(fields)
-    for name in ("experts_per_token", "initial_context_length"):
-        fields.value(name)  # what other fields say, too
+    check_value(fields, "experts_per_token", fields.value("num_experts_per_tok"))
+    fields.value("initial_context_length")  # what the rope parameters say, too
     bias, window = fields.boolean("attention_bias", True), fields.integer("sliding_window", 128)
     experts = ExpertsConfig(
         routing=read_routing(fields, "num_local_experts", score="softmax_of_top"),

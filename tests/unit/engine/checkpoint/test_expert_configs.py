@@ -265,6 +265,7 @@ def test_minimax_m2(tmp_path: Path) -> None:
         (GLM, {"routed_scaling_factor": 0}, "`routed_scaling_factor` must be a positive number, not 0"),
         (GLM, {"scoring_func": "softmax"}, "`scoring_func` = 'softmax' is not known for Glm4MoeForCausalLM; "),
         (GPT_OSS, {"rope_scaling": None}, "`rope_scaling` is missing"),
+        (GPT_OSS, {"experts_per_token": 8}, "`experts_per_token` 8 is not supported; supported is 4"),
         (GPT_OSS, {"swiglu_limit": -7.0}, "`swiglu_limit` must be a positive number, not -7.0"),
         (GPT_OSS, {"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is 'silu'"),
         (MINIMAX, {"scoring_func": "softmax"}, "`scoring_func` 'softmax' is not supported; supported is 'sigmoid'"),
