@@ -135,8 +135,15 @@ def check_block(cache: PoolCache) -> None:
     if num_bytes is not None and num_bytes < block_bytes:
         raise ConfigError(
             f"{pool_path(cache.name)}.kv_cache_bytes: {num_bytes} bytes hold no block of {cache.pool.tokens_per_block} "
-            f"tokens of this model, which takes {block_bytes}"
+            f"tokens of this model, which takes {block_bytes}{_with_windows(cache)}"
         )
+
+
+def _with_windows(cache: PoolCache) -> str:
+    """What else than a block is in the smallest cache of a model with windows."""
+    if len(cache.groups(1)) == 1:
+        return ""
+    return f" with the windows of one sequence and one step of {cache.pool.tokens_per_step} tokens"
 
 
 def check_no_windows(cache: PoolCache) -> None:

@@ -49,6 +49,13 @@ def test_a_cache_that_holds_no_block_is_refused(checkpoint: Path, mode: str) -> 
     assert refusal(checkpoint, {"mode": mode, "pools": {name: {"kv_cache_bytes": 1, "num_blocks": 4}}}) == ""
 
 
+def test_the_smallest_cache_has_windows_beside_its_block(tmp_path: Path) -> None:
+    path = make_checkpoint("gemma3", tmp_path)
+    found = refusal(path, {"pools": {"decode": {"kv_cache_bytes": 1000}}})
+    assert found.startswith("pools.decode.kv_cache_bytes: 1000 bytes hold no block of 16 tokens of this model, ")
+    assert found.endswith(" with the windows of one sequence and one step of 512 tokens")
+
+
 def test_caches_that_the_machine_cannot_hold_are_refused(checkpoint: Path) -> None:
     large = {"pools": {"decode": {"size": 2, "kv_cache_bytes": 8 * GIB}}}
     assert refusal(checkpoint, large) == (
