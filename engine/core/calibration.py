@@ -36,6 +36,8 @@ averages what disturbs them."""
 MAX_DEVIATION = 1.2
 """Factor by which a step may take longer or shorter than it did, for earlier measurements to hold."""
 CHECKED_DECODES = 8
+TOKEN_STRIDE = 7919
+"""Distance of the ids of two tokens of a step, a prime."""
 CLEARED_TOKENS = 256
 """Tokens whose KV is written at once before the first measurement."""
 
@@ -116,17 +118,26 @@ def dummy_step(
     runner: ModelRunner, *, prefill_tokens: int = 0, start: int = 0, num_decodes: int = 0, context: int = 0
 ) -> StepPlan:
     """A step of sequences that serve no request, in the first blocks: `num_decodes` of `context` tokens each, the
-    sampled one left out, and behind them one prompt's chunk of `prefill_tokens` after `start` others."""
+    sampled one left out, and behind them one prompt's chunk of `prefill_tokens` after `start` others. Tokens of the
+    step differ: rows of equal ones would all choose the same experts, and read a small part of the weights."""
     size = runner.block_size
     num_blocks = -(-context // size)
     sequences = [
         dummy_sequence(context, index * num_blocks, size, runner.window_blocks) for index in range(num_decodes)
     ]
+    for number, sequence in enumerate(sequences):
+        sequence.token_ids[-1] = _token_id(number, runner.vocab_size)
     decodes = tuple(ScheduledSequence(sequence, context - 1, 1, samples=True) for sequence in sequences)
     if prefill_tokens == 0:
         return StepPlan(decodes=decodes)
     prompt = dummy_sequence(start + prefill_tokens, num_decodes * num_blocks, size, runner.window_blocks)
+    prompt.token_ids[start:] = [_token_id(num_decodes + number, runner.vocab_size) for number in range(prefill_tokens)]
     return StepPlan(decodes=decodes, prefills=(ScheduledSequence(prompt, start, prefill_tokens, samples=True),))
+
+
+def _token_id(number: int, vocab_size: int) -> int:
+    """The token of a row of a step, spread over the vocabulary."""
+    return number * TOKEN_STRIDE % vocab_size
 
 
 def longest(runner: ModelRunner) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.engine.config import WorkerConfig
-from disagg.engine.core.calibration import calibrate
+from disagg.engine.core.calibration import calibrate, dummy_step
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, StepPlan, StepResult
 from disagg.proto.messages import RoleName, StepSample
@@ -138,3 +138,13 @@ def test_those_of_a_worker_that_measures_other_steps_are_not_taken() -> None:
     for other in (known[:-1], known[::-1], ()):
         assert again(other)[0] == known
     assert len(again(known, roles=("prefill",))[1]) > 8
+
+
+def test_rows_of_a_step_have_different_tokens() -> None:
+    """Equal ones would all choose the same experts."""
+    runner = FakeModelRunner(200, 16, 4096)
+    plan = dummy_step(runner, prefill_tokens=30, start=20, num_decodes=10, context=40)
+    rows = [entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens] for entry in plan.entries]
+    token_ids = [token_id for row in rows for token_id in row]
+    assert len(set(token_ids)) == len(token_ids) == 40
+    assert max(token_ids) < runner.vocab_size
