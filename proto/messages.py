@@ -686,8 +686,8 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     """Number of runs (the drafts of one sequence in one step) by how many of their drafts were accepted: 0 to
     `MAX_DRAFT`. Empty for a worker without drafts."""
     expert_imbalance: tuple[float, ...] = ()
-    """Of each layer with experts, the tokens of its busiest expert over those of an average one since the start; no
-    counter."""
+    """Of each layer with experts, the tokens of its busiest expert over those of an average one in the last steps that
+    were counted; no counter."""
     transfers: tuple[TransferCount, ...] = ()
     loaded_tokens: int = 0
     """Prompt tokens whose KV was loaded from a tier; they are among `cached_tokens`."""

@@ -333,7 +333,7 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
 def _experts(view: ClusterView) -> Iterator[Metric]:
     yield gauge(
         "disagg_expert_imbalance",
-        "Tokens of the busiest expert over those of an average one, since the worker's start, by layer with experts.",
+        "Tokens of the busiest expert over those of an average one, in 256 steps, by layer with experts.",
         ("instance", "layer"),
         [
             ((id_, str(layer)), found)

@@ -7,23 +7,33 @@ import torch
 from disagg.engine.runner.expert_use import STEPS_BETWEEN, ExpertUse
 
 
-def test_the_busiest_expert_over_an_average_one_of_each_layer() -> None:
-    counts = torch.tensor([[4, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
-    use = ExpertUse(tuple(counts))
-    found = [use.imbalance]
-    use.note_step()
-    assert [*found, use.imbalance] == [(), (4.0, 1.0, 1.0)]
-
-
-def test_counters_are_read_now_and_then() -> None:
-    counts = torch.tensor([1, 1])
-    use = ExpertUse((counts,))
-    use.note_step()
-    counts[0] = 3
-    for _ in range(STEPS_BETWEEN - 1):
+def note_steps(use: ExpertUse, num_steps: int) -> None:
+    for _ in range(num_steps):
         use.note_step()
+
+
+def test_the_busiest_expert_over_an_average_one_of_each_layer() -> None:
+    """What the warm-up counted, before the first reading, does not count."""
+    counts = torch.tensor([[9, 0, 0, 0], [9, 0, 0, 0], [9, 0, 0, 0]])
+    use = ExpertUse(tuple(counts))
+    note_steps(use, STEPS_BETWEEN)
+    assert use.imbalance == ()
+    counts += torch.tensor([[4, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
+    note_steps(use, STEPS_BETWEEN)
+    assert use.imbalance == (4.0, 1.0, 1.0)
+
+
+def test_it_is_that_of_the_steps_between_two_readings() -> None:
+    counts = torch.tensor([0, 0])
+    use = ExpertUse((counts,))
+    note_steps(use, STEPS_BETWEEN)
+    counts += torch.tensor([1, 1])
+    note_steps(use, STEPS_BETWEEN)
     assert use.imbalance == (1.0,)
-    use.note_step()
+    counts += torch.tensor([3, 1])
+    note_steps(use, STEPS_BETWEEN - 1)
+    assert use.imbalance == (1.0,)
+    note_steps(use, 1)
     assert use.imbalance == (1.5,)
 
 
