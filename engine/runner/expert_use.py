@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 STEPS_BETWEEN = 256
-"""Steps from one reading of the counters to the next: reading them takes as long as a short kernel, and waits for a GPU."""
+"""Steps from one reading of the counters to the next, which takes as long as a short kernel and waits for a GPU."""
 
 
 class ExpertUse:
