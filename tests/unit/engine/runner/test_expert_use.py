@@ -17,10 +17,10 @@ def test_the_busiest_expert_over_an_average_one_of_each_layer() -> None:
     counts = torch.tensor([[9, 0, 0, 0], [9, 0, 0, 0], [9, 0, 0, 0]])
     use = ExpertUse(tuple(counts))
     note_steps(use, STEPS_BETWEEN)
-    assert use.imbalance == ()
+    found = [use.imbalance]
     counts += torch.tensor([[4, 0, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
     note_steps(use, STEPS_BETWEEN)
-    assert use.imbalance == (4.0, 1.0, 1.0)
+    assert [*found, use.imbalance] == [(), (4.0, 1.0, 1.0)]
 
 
 def test_it_is_that_of_the_steps_between_two_readings() -> None:
