@@ -179,27 +179,35 @@ class Tier:
         self.unpin(writing.before)
 
     def add_found(self, extents: Iterable[Extent]) -> list[Extent]:
-        """Hold extents that were written before, those of unknown chains last to go. Returns what cannot be held: out
-        of reach because the extent before it cannot be read, or beyond the slots."""
+        """Hold extents that were written before, the one that was written last at the end: what was written longest ago
+        goes first. Returns what cannot be held: out of reach because the extent before it cannot be read, beyond the
+        slots, or a second file of an extent."""
+        written_at: dict[BlockHash, int] = {}
         below: dict[BlockHash, list[Extent]] = defaultdict(list)
-        for extent in extents:
-            if extent.key not in self._held:
+        left: list[Extent] = []
+        for number, extent in enumerate(extents):
+            if extent.key in written_at:
+                left.append(extent)
+            elif extent.key not in self._held:
+                written_at[extent.key] = number
                 below[extent.parent].append(extent)
-        new: list[Held] = []
-        for parent in [NO_PARENT, *self.keys()]:
-            level = deque(below.pop(parent, ()))
-            while level and (self._free or self._num_made < self.num_slots):
-                extent = level.popleft()
-                new.append(self._hold_found(extent))
-                level += below.pop(extent.key, ())
-            if level:
-                below[parent] += level
+        level = deque(extent for parent in [NO_PARENT, *self.keys()] for extent in below.pop(parent, ()))
+        reached: list[Extent] = []
+        while level:
+            reached.append(extent := level.popleft())
+            level += below.pop(extent.key, ())
+        for extent in reversed(reached):  # A chain counts as written when its last extent was.
+            if extent.parent in written_at:
+                written_at[extent.parent] = max(written_at[extent.parent], written_at[extent.key])
+        reached.sort(key=lambda extent: -written_at[extent.key])
+        room = len(self._free) + self.num_slots - self._num_made
+        new = [self._hold_found(extent) for extent in reached[:room]]
         for held in reversed(new):
             self._order.add(held.slot, held.extent.tag)
         new_keys = {held.extent.key for held in new}
         for key in {held.extent.parent for held in new} - new_keys - {NO_PARENT}:
             self.touch(self._chain_to(key), is_copy=False)
-        return [extent for extents in below.values() for extent in extents]
+        return left + reached[room:] + [extent for extents in below.values() for extent in extents]
 
     # ------------------------------------------------------------ ends
 

@@ -152,6 +152,38 @@ def test_what_a_folder_has_is_held_where_it_can_be_reached() -> None:
     assert tier.num_held(a) == 2
 
 
+def test_of_what_a_folder_has_the_chain_that_was_written_longest_ago_goes_first() -> None:
+    a, b, c = chain("a", 2), chain("b", 1), chain("c", 1)
+    found = [Extent(a[0], NO_PARENT), Extent(b[0], NO_PARENT), Extent(c[0], NO_PARENT), Extent(a[1], a[0])]
+    tier = Tier(4)
+    assert tier.add_found(found) == []
+    write(tier, chain("d", 1))
+    assert [tier.num_held(keys) for keys in (a, b, c)] == [2, 0, 1]
+    write(tier, chain("e", 1))
+    assert [tier.num_held(keys) for keys in (a, b, c)] == [2, 0, 0]
+
+
+def test_of_what_a_folder_has_beyond_the_slots_the_chains_that_were_written_last_are_held() -> None:
+    a, b = chain("a", 3), chain("b", 1)
+    tier = Tier(2)
+    found = [Extent(b[0], NO_PARENT), *(Extent(k, p) for k, p in zip(a, (NO_PARENT, *a), strict=False))]
+    assert tier.add_found(found) == [Extent(a[2], a[1]), Extent(b[0], NO_PARENT)]
+    assert (tier.num_held(a), tier.num_held(b)) == (2, 0)
+    assert tier.check_integrity() == []
+
+
+def test_a_second_file_of_an_extent_is_not_held() -> None:
+    """Whatever its name says of tenant and parent; only the content of a file can tell which one is right."""
+    a, b = chain("a", 1), chain("b", 1)
+    tier = Tier(2)
+    second = Extent(a[0], NO_PARENT, b"another")
+    assert tier.add_found([Extent(a[0], NO_PARENT), second, Extent(b[0], NO_PARENT)]) == [second]
+    assert tier.check_integrity() == []
+    tier.drop(a[0])
+    write(tier, chain("c", 2))
+    assert tier.keys() == chain("c", 2)
+
+
 def test_what_others_added_to_a_shared_folder_follows_what_was_there() -> None:
     tier = Tier(3)
     a = chain("a", 2)
