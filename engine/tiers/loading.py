@@ -228,7 +228,7 @@ class Loading:
             if not load.is_done:
                 self.num_late += 1
                 if load.next >= load.plan.host_end:
-                    self._store.disk_times.late()
+                    self._store.disk_times.late(now)
             self._end(load)
             self._begin(load.sequence)
         return left
