@@ -213,6 +213,8 @@ class Loading:
 
     def _most_with_blocks(self, plan: LoadPlan) -> int:
         """Up to which extent there are blocks for the load."""
+        if self._scheduler.num_preempted:  # Those go first.
+            return plan.start
         blocks = self._scheduler.blocks
         per_extent = EXTENT_TOKENS // blocks.block_size
         return min(plan.end, plan.start + max(0, blocks.num_available) // 2 // per_extent)

@@ -234,6 +234,7 @@ class TierStore:
         writing = self.disk.begin_write(keys, chain.tag, is_copy=chain.is_copy)
         if writing is None:
             return False
+        self._delete_removed()  # what gave way, before the file is written
         if slot is not None:
             host_pins, payload, buffer = self.host.pin(keys), self._buffer(slot), None
         else:

@@ -141,6 +141,7 @@ class TierWorker:
         max_loading: int = 4,
         cached_share: float = 0.0,
         extent_bytes: int = FAKE_EXTENT_BYTES,
+        decode_reserve_tokens: int = 512,
     ) -> None:
         self.disk = disk
         self.runner = CountingRunner(num_blocks, BLOCK, 384, VOCAB_SIZE) if runner is None else runner
@@ -162,6 +163,7 @@ class TierWorker:
             swap_bytes=0,
             tiers=tiers,
             cached_share=cached_share,
+            decode_reserve_tokens=decode_reserve_tokens,
         )
         parts = TierParts(disk=disk) if disk is not None else None
         self.core = EngineCore(self.runner, config=config, calibration=calibration, tier_parts=parts)

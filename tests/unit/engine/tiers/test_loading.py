@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from disagg.engine.commands import Release, TierForget
+from disagg.engine.commands import Release, TierAnswer, TierFailed, TierForget, TierWritten
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
-from disagg.engine.tiers.extents import extent_keys
+from disagg.engine.plan import Buffer
+from disagg.engine.tiers.extents import Extent, extent_keys
 from disagg.engine.tiers.loading import LEAST_S, MOST_BESIDE_OTHERS
 from disagg.engine.tiers.store import LEFT_FOR_READS, MAX_STAGING, SCANNED_AGAIN_S, TRIED_AGAIN_S
 from disagg.engine.tiers.tiers import check_tiers
@@ -262,6 +263,34 @@ class TestLoads:
         assert token_ids_of(worker.events, "again") == expected_output(make_prompt(300, seed=ord("a")), 4)
 
 
+    def test_a_load_takes_no_blocks_while_a_preempted_sequence_waits_for_some(self) -> None:
+        """The one of 290 tokens is preempted, and leaves room for an extent but not for itself."""
+        worker = TierWorker(host_extents=32, num_blocks=50, decode_reserve_tokens=0)
+        cold(worker, prompt_of("a"))
+        for seed, num_tokens in enumerate((220, 220, 290)):
+            worker.add(make_spec(f"long{seed}", make_prompt(num_tokens, seed=seed), max_tokens=60))
+        while not worker.core.load().num_preempted:
+            worker.step()
+        loaded = worker.core.totals().loaded_tokens
+        worker.add(make_spec("again", make_prompt(300, seed=ord("a"))))
+        worker.step()
+        assert worker.core.load().num_preempted == 1
+        assert worker.core.totals().loaded_tokens == loaded
+        worker.settle()
+        assert_idle(worker.core)
+
+
+class SmallDisk(PlayedDisk):
+    """Has room for so many files."""
+
+    most = 4
+
+    def _write(self, number: int, extent: Extent, payload: Buffer) -> list[TierAnswer]:
+        if len(self.files) >= self.most:
+            return [TierWritten(number, False), TierFailed("No space left on device")]
+        return super()._write(number, extent, payload)
+
+
 class TestWrites:
     def test_nothing_is_written_while_a_prompt_waits(self) -> None:
         worker = TierWorker(host_extents=32)
@@ -315,6 +344,16 @@ class TestWrites:
             worker.run(prompt_of(name))
         worker.settle()
         assert len(disk.files) == 4
+
+    def test_what_gives_way_is_deleted_before_the_next_file_is_written(self) -> None:
+        """A file system that has room for just the tier is never full."""
+        disk = SmallDisk()
+        worker = TierWorker(disk_extents=SmallDisk.most, disk=disk)
+        for name in "abcd":
+            worker.run(prompt_of(name))
+        worker.settle()
+        (counts,) = worker.core.totals().tiers
+        assert (counts.written_extents, counts.failed_extents, len(disk.files)) == (8, 0, SmallDisk.most)
 
     def test_forget_deletes_what_a_tenant_has(self) -> None:
         disk = PlayedDisk()
