@@ -45,7 +45,7 @@ class TierDisk(DiskPort):
         self._post: Callable[[TierAnswer], None] = lambda answer: None
         self._now = process_clock().now
         self._logged: set[str] = set()
-        """Faults of files that were logged."""
+        """Faults of files and of the folder that were logged."""
         self._thread = threading.Thread(target=self._run, name="tier", daemon=True)
 
     def start(self, post: Callable[[TierAnswer], None]) -> None:
@@ -145,7 +145,9 @@ class TierDisk(DiskPort):
 
     def _failed(self, error: OSError | ConfigError) -> None:
         if isinstance(error, ConfigError):
-            logger.warning("%s", error)
+            if str(error) not in self._logged:
+                self._logged.add(str(error))
+                logger.warning("%s", error)
             self._post(TierFailed("the folder is not this worker's alone"))
         else:
             self._post(TierFailed(error.strerror or type(error).__name__))

@@ -147,8 +147,8 @@ class TierStore:
         self.disk_times = LoadTimes(extent_bytes / _DISK_BYTES_PER_MS)
         self.off_reason = "the folder was not read yet" if parts.disk is not None else ""
         """Why the disk tier is not used; empty while it is, or where there is none."""
-        self._has_failed = False
-        """Whether it is off for such a reason, which was logged."""
+        self._failed_with = ""
+        """The reason for which it was off last, and which was logged; empty once a file was written after that."""
         self._scan_at = -math.inf if parts.disk is not None else math.inf
         self._buffers: dict[int, Buffer] = {}
         """Memory of the slots of host memory, allocated at its first use."""
@@ -259,6 +259,9 @@ class TierStore:
             self._staging.append(write.buffer)
         if ok:
             self._disk_counts.written += 1
+            if self._failed_with:
+                _log.info("the disk tier of the KV is on again, a file was written to it")
+                self._failed_with = ""
             if is_gone and self._port is not None and write.writing.held.extent.key not in self.disk:
                 self._port.delete([write.writing.held.extent])
         else:
@@ -332,17 +335,17 @@ class TierStore:
         """What the folder has."""
         if self.off_reason:
             self.disk.clear()
-        self.off_reason, self._has_failed = "", False
+        self.off_reason = ""
         left = self.disk.add_found(extents)
         if left and not self._is_shared and self._port is not None:
             self._port.delete(left)
         self._scan_at = now + SCANNED_AGAIN_S if self._is_shared else math.inf
 
     def folder_failed(self, reason: str, now: float) -> None:
-        """The folder cannot be used."""
-        if not self._has_failed:
-            _log.warning("the disk tier of the KV is off: %s; it is tried again in %.0f s", reason, TRIED_AGAIN_S)
-        self.off_reason, self._has_failed = reason, True
+        """The folder cannot be used. A full one fails again at each try, and is logged once."""
+        if reason != self._failed_with:
+            _log.warning("the disk tier of the KV is off: %s; it is tried again every %.0f s", reason, TRIED_AGAIN_S)
+        self.off_reason = self._failed_with = reason
         self.disk.clear()
         self._scan_at = now + TRIED_AGAIN_S
 

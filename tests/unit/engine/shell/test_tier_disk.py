@@ -100,6 +100,16 @@ def test_a_folder_that_fails_says_why(tmp_path: Path) -> None:
     assert answers.disk.stop(WAIT_S)
 
 
+def test_a_folder_that_others_may_read_is_logged_once(
+    answers: Answers, files: ExtentFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.folder.chmod(0o755)
+    for _ in range(2):
+        answers.disk.scan()
+        assert answers.next() == TierFailed("the folder is not this worker's alone")
+    assert len(caplog.records) == 1
+
+
 def test_so_many_writes_wait_at_a_time(files: ExtentFiles) -> None:
     disk = TierDisk(files)
     for number in range(MOST_WRITES):

@@ -420,6 +420,26 @@ class TestFaults:
         assert worker.core.totals().tiers[0].off_reason == ""
         assert worker.core.totals().tiers[0].held_bytes == 2 * FAKE_EXTENT_BYTES
 
+    def test_a_disk_that_stays_full_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Files can be read at each try, and the next write fails."""
+        caplog.set_level("INFO", "disagg.engine.tiers.store")
+        disk = SmallDisk()
+        disk.most = 0
+        worker = TierWorker(disk_extents=32, disk=disk)
+        for name in "abc":
+            worker.run(prompt_of(name))
+            assert worker.core.totals().tiers[0].off_reason == "No space left on device"
+            worker.now += TRIED_AGAIN_S
+            worker.settle()
+            assert worker.core.totals().tiers[0].off_reason == ""
+        disk.most = 32
+        worker.run(prompt_of("d"))
+        texts = [record.getMessage() for record in caplog.records]
+        assert texts == [
+            "the disk tier of the KV is off: No space left on device; it is tried again every 30 s",
+            "the disk tier of the KV is on again, a file was written to it",
+        ]
+
     def test_a_read_that_fails_is_computed(self) -> None:
         disk = PlayedDisk()
         worker = TierWorker(disk_extents=32, disk=disk)
