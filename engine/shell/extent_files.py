@@ -15,8 +15,8 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import stat
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,7 +29,12 @@ PATH_KEY = "kv_cache.tiers.disk.path"
 GONE = "gone"
 _TEMPORARY = ".tmp"
 _STORE = re.compile(r"[0-9a-f]{32}")
-_LATER = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
+_LATER = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO),
+        *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN),
+    }
+)
 """Errors of a folder that may be good again later; a worker starts without it."""
 
 
@@ -49,6 +54,8 @@ class ExtentFiles:
         self._format = format_
         self._is_shared = is_shared
         self._lock: int | None = None
+        self._temporary = f".{uuid.uuid4().hex[:16]}{_TEMPORARY}"
+        """How the files end that are not complete. Process ids are alike where workers have containers of their own."""
 
     def open(self) -> None:
         """Make the folder and take it, before the worker is used.
@@ -60,6 +67,7 @@ class ExtentFiles:
             self._make()
         except OSError as error:
             if error.errno not in _LATER:
+                self.close()
                 raise ConfigError(f"{PATH_KEY}: {self.folder} cannot be used: {error.strerror or error}") from error
 
     def close(self) -> None:
@@ -98,7 +106,7 @@ class ExtentFiles:
             OSError: it cannot be written; nothing of it is left.
         """
         path = self._files / file_name(extent)
-        temporary = path.with_suffix(f".{os.getpid()}{_TEMPORARY}")
+        temporary = path.with_suffix(self._temporary)
         header = self._format.header(extent, payload)
         try:
             with open(temporary, "wb", buffering=0, opener=_private) as file:
@@ -144,6 +152,8 @@ class ExtentFiles:
             self._take()
         self._files.mkdir(mode=0o700, exist_ok=True)
         if not os.access(self._files, os.W_OK | os.X_OK):
+            if os.statvfs(self._files).f_flag & os.ST_RDONLY:  # as a file system becomes when its disk breaks
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             raise PermissionError(errno.EACCES, "nothing can be written there")
 
     def _take(self) -> None:
@@ -166,11 +176,20 @@ class ExtentFiles:
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.iterdir():
-            if path != self._files and _STORE.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+            if path != self._files and _STORE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _remove_store(path)
         for path in self._files.iterdir():
             if path.name.endswith(_TEMPORARY) or (path.name.endswith(SUFFIX) and extent_of(path.name) is None):
                 path.unlink(missing_ok=True)
+
+
+def _remove_store(folder: Path) -> None:
+    """Remove the files of another model, and their folder unless something else is in it."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name.endswith(_TEMPORARY) or extent_of(path.name) is not None:
+                path.unlink()
+        folder.rmdir()
 
 
 def _private(path: str, flags: int) -> int:

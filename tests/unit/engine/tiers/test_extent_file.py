@@ -13,6 +13,7 @@ import pytest
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer
+from disagg.engine.shell import extent_files
 from disagg.engine.shell.extent_files import GONE, ExtentFiles
 from disagg.engine.tiers.extent_file import ExtentFormat, extent_format, extent_of, file_name
 from disagg.engine.tiers.extents import NO_PARENT, Extent
@@ -182,6 +183,55 @@ def test_a_full_disk_does_not_keep_a_worker_from_starting(tmp_path: Path, monkey
     files = files_in(tmp_path / "own")
     with pytest.raises(OSError, match="No space left"):
         files.scan()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_file_system_that_became_read_only_does_not_keep_a_worker_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """The superuser may write wherever a file system lets it, so the file system is played."""
+    files_in(tmp_path / "own", is_shared=is_shared).close()
+    status = os.statvfs(tmp_path)
+    read_only = os.statvfs_result([*status[:8], status.f_flag | os.ST_RDONLY, *status[9:]])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="nothing can be written there"):
+        files_in(tmp_path / "own", is_shared=is_shared)
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    files = files_in(tmp_path / "own", is_shared=is_shared)
+    with pytest.raises(OSError, match="Read-only file system"):
+        files.scan()
+    files.close()
+
+
+def test_workers_with_equal_process_ids_write_the_same_extent_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = [files_in(tmp_path / "shared", is_shared=True) for _ in range(2)]
+    write_all, meanwhile = extent_files._write_all, [lambda: second.write(FIRST, payload())]
+
+    def interrupted(file: int, data: memoryview) -> None:
+        if meanwhile:
+            meanwhile.pop()()
+        write_all(file, data)
+
+    monkeypatch.setattr(extent_files, "_write_all", interrupted)
+    first.write(FIRST, payload())
+    assert first.read(FIRST, payload(0)) == ""
+
+
+def test_only_files_of_extents_are_removed_with_another_model(tmp_path: Path) -> None:
+    """Other programs name folders by hashes, too, and a link may lead to one of them."""
+    files = files_in(tmp_path / "own")
+    other, cache = tmp_path / "own" / ("0" * 32), tmp_path / "cache"
+    for folder in (other, cache):
+        folder.mkdir()
+        (folder / "photo").write_bytes(b"theirs")
+        (folder / file_name(FIRST)).write_bytes(b"old")
+    (tmp_path / "own" / ("1" * 32)).symlink_to(cache)
+    assert files.scan() == []
+    assert sorted(path.name for path in other.iterdir()) == ["photo"]
+    assert sorted(path.name for path in cache.iterdir()) == sorted([file_name(FIRST), "photo"])
+    files.close()
 
 
 def test_nothing_is_left_of_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
