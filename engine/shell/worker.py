@@ -139,6 +139,8 @@ class Worker:
         except BaseException:
             if self._group is not None:
                 self._group.close()
+            if self._tier_disk is not None:
+                self._tier_disk.stop(0.0)
             raise
         self._started = True
         self._thread.start()

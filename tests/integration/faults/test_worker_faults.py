@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,11 +19,12 @@ import pytest
 
 from disagg.decode_worker.role import DecodeRole
 from disagg.engine.commands import Release
-from disagg.engine.config import TransferLimits, WorkerConfig
+from disagg.engine.config import DiskTier, TierOptions, TransferLimits, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.engine.kv_transfer.transport import SET_UP_TIMEOUT_S
 from disagg.engine.shell.role import RoleContext
 from disagg.engine.shell.worker import Worker
+from disagg.proto.errors import ConfigError
 from disagg.proto.frames import frame_of
 from disagg.proto.handover import PairHello
 from disagg.proto.messages import RoleName, WorkerInfo
@@ -295,6 +297,14 @@ def test_a_worker_whose_role_does_not_start_leaves_no_thread() -> None:
         worker.start()
     worker.stop()
     assert not worker.crashed.is_set()
+
+
+def test_a_worker_that_cannot_start_lets_go_of_its_folder(tmp_path: Path) -> None:
+    tiers = TierOptions(disk=DiskTier(path=str(tmp_path / "own"), bytes=4096))
+    for _ in range(2):
+        worker = Worker(config("prefill-0", num_blocks=512, max_model_len=8192, tiers=tiers), [], SECRET)
+        with pytest.raises(ConfigError, match="disk.bytes: 4096 is less than the KV of max_model_len"):
+            worker.start()
 
 
 def test_a_worker_stops_twice_and_whatever_its_roles_do() -> None:
