@@ -345,17 +345,19 @@ def _experts(view: ClusterView) -> Iterator[Metric]:
 
 def _tiers(view: ClusterView) -> Iterator[Metric]:
     tiers = [((id_, tier.name), tier) for id_, metrics in view.counters.items() for tier in metrics.tiers]
+    ids = {worker.info.worker_id for worker in view.workers}
+    present = [(values, tier) for values, tier in tiers if values[0] in ids]
     labels = ("instance", "tier")
     for name, text, field in (
         ("disagg_kv_tier_bytes", "KV that a worker keeps in a tier, in bytes.", "held_bytes"),
         ("disagg_kv_tier_capacity_bytes", "Most KV that a worker keeps in a tier, in bytes.", "capacity_bytes"),
     ):
-        yield gauge(name, text, labels, [(values, getattr(tier, field)) for values, tier in tiers])
+        yield gauge(name, text, labels, [(values, getattr(tier, field)) for values, tier in present])
     yield gauge(
         "disagg_kv_tier_on",
         "Whether a worker uses a tier (1), or has turned it off because it failed (0).",
         labels,
-        [(values, int(not tier.off_reason)) for values, tier in tiers],
+        [(values, int(not tier.off_reason)) for values, tier in present],
     )
     for name, text, field in (
         ("disagg_kv_tier_written_extents", "Extents of 128 tokens that were written to a tier.", "written_extents"),

@@ -9,6 +9,8 @@ Owner: the fleet.
 
 from __future__ import annotations
 
+import msgspec
+
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import TierCounts, TransferCount, WorkerMetrics, WorkerReport
 
@@ -79,15 +81,12 @@ def _add_tiers(one: tuple[TierCounts, ...], other: tuple[TierCounts, ...]) -> tu
 
 
 def _add_tier(one: TierCounts, other: TierCounts) -> TierCounts:
-    return TierCounts(
-        name=other.name,
-        capacity_bytes=other.capacity_bytes,
-        held_bytes=other.held_bytes,
+    return msgspec.structs.replace(
+        other,
         written_extents=one.written_extents + other.written_extents,
         loaded_extents=one.loaded_extents + other.loaded_extents,
         evicted_extents=one.evicted_extents + other.evicted_extents,
         failed_extents=one.failed_extents + other.failed_extents,
-        off_reason=other.off_reason,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import TransferCount, WorkerMetrics
+from disagg.proto.messages import TierCounts, TransferCount, WorkerMetrics
 from disagg.router.statistics import Histogram, SlidingWindowCounter, merged
 from disagg.router.workers.worker_counts import WorkerCounts
 from tests.support.router import worker_report
@@ -102,6 +102,15 @@ def test_the_imbalance_of_experts_is_that_of_the_present_life() -> None:
     take(it, "p0", "1", WorkerMetrics(expert_imbalance=(3.0,)))
     take(it, "p0", "2", WorkerMetrics(expert_imbalance=(1.5,)))
     assert it.totals() == {"p0": WorkerMetrics(expert_imbalance=(1.5,))}
+
+
+def test_of_tiers_what_is_no_count_is_that_of_the_present_life() -> None:
+    it = WorkerCounts()
+    past = TierCounts(name="disk", extent_ms=9.0, capacity_bytes=8, held_bytes=4, written_extents=2, off_reason="full")
+    take(it, "p0", "1", WorkerMetrics(tiers=(past,)))
+    present = TierCounts(name="disk", extent_ms=3.0, capacity_bytes=16, held_bytes=1, written_extents=1)
+    take(it, "p0", "2", WorkerMetrics(tiers=(present,)))
+    assert it.totals() == {"p0": WorkerMetrics(tiers=(msgspec.structs.replace(present, written_extents=3),))}
 
 
 def test_another_life_goes_on_where_the_last_one_ended() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from disagg.gateway.metrics.registry import GatewayMetrics
@@ -147,6 +149,18 @@ def test_tiers(samples: Samples) -> None:
     assert value(samples, f"{tier}_failed_extents_total", disk) == 1
     assert value(samples, f"{tier}_dropped_extents_total", instance="p0") == 3
     assert value(samples, "disagg_engine_loaded_tokens_total", instance="p0") == 12
+
+
+def test_the_tiers_of_a_worker_that_is_gone_keep_their_counts_only(samples: Samples) -> None:
+    def view() -> ClusterView:
+        busy = busy_view()
+        workers = tuple([worker for worker in busy.workers if worker.info.worker_id != "p0"])
+        return dataclasses.replace(busy, workers=workers)
+
+    found = read_samples(GatewayMetrics({"tiny": view}).render()[0])
+    assert found["disagg_kv_tier_written_extents_total"] == samples["disagg_kv_tier_written_extents_total"]
+    gauges = ("disagg_kv_tier_bytes", "disagg_kv_tier_capacity_bytes", "disagg_kv_tier_on")
+    assert [name in found for name in gauges] == [False] * 3
 
 
 def test_experts(samples: Samples) -> None:
