@@ -37,11 +37,12 @@ class LoadTimes:
         self._best_ms = min(self._best_ms, self._mean_ms)
         self._is_measured, self._seen_at = True, now
 
-    def late(self, now: float) -> None:
-        """A load ended before it was done, because it took too long. That counts as measured, so that a tier that does
-        not answer at all is left alone, too."""
-        self._mean_ms *= 2.0
-        self._seen_at = now
+    def late(self, began: float, now: float) -> None:
+        """A load that began at `began` ended before it was done, because it took too long. A tier that answered
+        meanwhile, be it to other loads, is as quick as was measured; one that did not answer at all is left alone."""
+        if self._seen_at < began:
+            self._mean_ms *= 2.0
+            self._seen_at = now
 
     def ms(self, now: float) -> float:
         """Milliseconds that an extent is expected to take."""

@@ -60,6 +60,7 @@ class _Load:
     """Number of the extent that is copied next."""
     next_read: int
     """Number of the file that is ordered next."""
+    began: float
     until: float
     host_pins: Pins
     disk_pins: Pins
@@ -205,6 +206,7 @@ class Loading:
             end=end,
             next=plan.start,
             next_read=max(plan.start, host_end),
+            began=now,
             until=now + max(LEAST_S, _LATE * plan.ms / 1e3, plan.compute_ms / 1e3),
             host_pins=self._store.host.pin(keys[:host_end]) if host_end > plan.start else (),
             disk_pins=self._store.disk.pin(keys[:end]) if end > host_end else (),
@@ -230,7 +232,7 @@ class Loading:
             if not load.is_done:
                 self.num_late += 1
                 if load.next >= load.plan.host_end:
-                    self._store.disk_times.late(now)
+                    self._store.disk_times.late(load.began, now)
             self._end(load)
             self._begin(load.sequence)
         return left

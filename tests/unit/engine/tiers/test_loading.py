@@ -263,6 +263,28 @@ class TestLoads:
         assert token_ids_of(worker.events, "again") == expected_output(make_prompt(300, seed=ord("a")), 4)
 
 
+    def test_a_quick_disk_does_not_count_as_slow_where_loads_wait_for_steps(self) -> None:
+        """Two extents are copied beside each step of 100 ms, so of three loads two end early."""
+        disk = PlayedDisk()
+        steps = (StepSample(1.0 + 512 * 0.2, 512, 512 * 513 // 2, 0, 0), StepSample(1.0 + 16 * 0.2, 16, 136, 0, 0))
+        worker = TierWorker(disk_extents=64, disk=disk, calibration=steps, num_blocks=96)
+        for seed in range(8):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
+        worker.add(make_spec("running", make_prompt(20, seed=99), max_tokens=60))
+        worker.step()
+        for seed in range(3):
+            worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
+        for _ in range(3):
+            worker.step()
+            worker.answer()
+            worker.now += 0.1
+        (counts,) = worker.core.totals().tiers
+        assert worker.core._tiers is not None
+        assert worker.core._tiers._loading.num_late == 2
+        assert counts.extent_ms == pytest.approx(disk.read_ms)
+        worker.settle()
+        assert_idle(worker.core)
+
     def test_a_load_takes_no_blocks_while_a_preempted_sequence_waits_for_some(self) -> None:
         """The one of 290 tokens is preempted, and leaves room for an extent but not for itself."""
         worker = TierWorker(host_extents=32, num_blocks=50, decode_reserve_tokens=0)

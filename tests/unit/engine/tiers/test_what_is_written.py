@@ -113,15 +113,21 @@ class TestLoadTimes:
     def test_a_load_that_was_late_doubles_the_time(self) -> None:
         times = LoadTimes(1.0)
         times.observe(4.0, now=0.0)
-        times.late(0.0)
-        assert times.ms(0.0) == 8.0
+        times.late(began=1.0, now=2.0)
+        assert times.ms(2.0) == 8.0
+
+    def test_a_tier_that_answered_other_loads_meanwhile_is_as_quick_as_measured(self) -> None:
+        times = LoadTimes(1.0)
+        times.observe(4.0, now=1.0)
+        times.late(began=1.0, now=2.0)
+        assert times.ms(2.0) == 4.0
 
     def test_a_tier_that_does_not_answer_at_all_is_left_alone_until_it_is_tried_again(self) -> None:
         times = LoadTimes(1.0)
-        times.late(5.0)
+        times.late(began=4.0, now=5.0)
         assert times.ms(5.0) == 2.0
         assert times.ms(5.5 + TRIED_AGAIN_S) == 1.0
-        times.late(5.5 + TRIED_AGAIN_S)
+        times.late(began=5.1 + TRIED_AGAIN_S, now=5.5 + TRIED_AGAIN_S)
         assert times.ms(5.5 + TRIED_AGAIN_S) == 4.0
 
 
