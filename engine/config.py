@@ -144,7 +144,8 @@ class DiskTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     bytes: Bytes
     """Most that a worker keeps there."""
     shared: bool = False
-    """Whether all workers of a model use the same files. Then `bytes` is for all of them together."""
+    """Whether all workers of a model use the same files. Each counts those that it knows of, so the folder may hold
+    `bytes` for each of them."""
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,7 +156,8 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk: DiskTier | None = None
     """`{path, bytes, shared}`: files, which the next process of the worker finds again. `null` for none."""
     min_tokens: Count = 1024
-    """Prompts with more tokens are kept at their first use, others at their second."""
+    """Prompts with more tokens are kept at their first use, others at their second, or at once with an answer that ends
+    on the same worker."""
     write_mb_per_s: Positive = 200.0
     """Most megabytes that a worker writes in a second."""
     max_loading: Count = 4
