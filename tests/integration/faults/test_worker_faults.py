@@ -303,7 +303,7 @@ def test_a_worker_that_cannot_start_lets_go_of_its_folder(tmp_path: Path) -> Non
     tiers = TierOptions(disk=DiskTier(path=str(tmp_path / "own"), bytes=4096))
     for _ in range(2):
         worker = Worker(config("prefill-0", num_blocks=512, max_model_len=8192, tiers=tiers), [], SECRET)
-        with pytest.raises(ConfigError, match="disk.bytes: 4096 is less than the KV of max_model_len"):
+        with pytest.raises(ConfigError, match=r"disk\.bytes: 4096 is less than the KV of max_model_len"):
             worker.start()
 
 

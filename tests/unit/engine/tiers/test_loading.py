@@ -262,7 +262,6 @@ class TestLoads:
         assert worker.core.totals().loaded_tokens == loaded
         assert token_ids_of(worker.events, "again") == expected_output(make_prompt(300, seed=ord("a")), 4)
 
-
     def test_a_quick_disk_does_not_count_as_slow_where_loads_wait_for_steps(self) -> None:
         """Two extents are copied beside each step of 100 ms, so of three loads two end early."""
         disk = PlayedDisk()
