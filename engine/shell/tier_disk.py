@@ -108,14 +108,14 @@ class TierDisk(DiskPort):
     def _scan(self) -> None:
         try:
             self._post(TierScanned(tuple(self._files.scan())))
-        except (OSError, ConfigError) as error:
+        except Exception as error:
             self._failed(error)
 
     def _write(self, number: int, extent: Extent, payload: Buffer) -> None:
-        error: OSError | None = None
+        error: Exception | None = None
         try:
             self._files.write(extent, payload)
-        except OSError as failure:
+        except Exception as failure:
             error = failure
         with self._wake:
             self._num_writes -= 1
@@ -127,7 +127,7 @@ class TierDisk(DiskPort):
         began = self._now()
         try:
             fault = self._files.read(extent, payload)
-        except OSError as error:
+        except Exception as error:
             self._post(TierRead(number, False))
             self._failed(error)
             return
@@ -140,17 +140,21 @@ class TierDisk(DiskPort):
     def _delete(self, extents: Iterable[Extent]) -> None:
         try:
             self._files.delete(extents)
-        except OSError as error:
+        except Exception as error:
             self._failed(error)
 
-    def _failed(self, error: OSError | ConfigError) -> None:
+    def _failed(self, error: Exception) -> None:
+        """Turn the tier off; an error of any kind, or the thread would end with it and nobody would be answered."""
         if isinstance(error, ConfigError):
             if str(error) not in self._logged:
                 self._logged.add(str(error))
                 logger.warning("%s", error)
             self._post(TierFailed("the folder is not this worker's alone"))
+        elif isinstance(error, OSError) and error.strerror:
+            self._post(TierFailed(error.strerror))
         else:
-            self._post(TierFailed(error.strerror or type(error).__name__))
+            logger.error("the files of the KV tier in %s failed", self._files.folder, exc_info=error)
+            self._post(TierFailed(type(error).__name__))
 
 
 def open_tier_disk(config: WorkerConfig, runner: ModelRunner, secret: ClusterSecret) -> TierDisk | None:

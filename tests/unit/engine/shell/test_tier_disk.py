@@ -100,6 +100,24 @@ def test_a_folder_that_fails_says_why(tmp_path: Path) -> None:
     assert answers.disk.stop(WAIT_S)
 
 
+class BrokenFiles(ExtentFiles):
+    """Files whose reads have a fault that nobody thought of."""
+
+    def read(self, extent: Extent, payload: Buffer) -> str:
+        raise MemoryError
+
+
+def test_the_thread_outlives_every_error(tmp_path: Path) -> None:
+    files = BrokenFiles(tmp_path / "own", format_of(), is_shared=False)
+    files.open()
+    answers = Answers(files)
+    answers.disk.read(1, FIRST, payload())
+    assert [answers.next(), answers.next()] == [TierRead(1, False), TierFailed("MemoryError")]
+    answers.disk.scan()
+    assert answers.next() == TierScanned(())
+    assert answers.disk.stop(WAIT_S)
+
+
 def test_a_folder_that_others_may_read_is_logged_once(
     answers: Answers, files: ExtentFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
