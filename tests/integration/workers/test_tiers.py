@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
-from tests.support.waiting import eventually
+from disagg.proto.messages import WatchRequest, WorkerInfo, WorkerReport, decoder, encode
+from disagg.proto.services import CHANNEL_OPTIONS, WATCH
+from tests.support.secret import SECRET
+from tests.support.waiting import LONG_WAIT_S, eventually
 from tests.support.workers import open_gateway, prompt_of, running_workers
 
 NUM_TOKENS = 6
@@ -28,20 +34,33 @@ def config_of(folder: Path) -> WorkerConfig:
     )
 
 
-async def cached_of(config: WorkerConfig, prompts: list[list[int]], num_files: int) -> list[int]:
-    """Start a worker and run each prompt alone, until there are so many files; what each found."""
+async def until_its_tier_is_on(info: WorkerInfo) -> None:
+    """A worker serves before it has read its folder."""
+    decode = decoder(WorkerReport).decode
+    async with (
+        asyncio.timeout(LONG_WAIT_S),
+        grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel,
+    ):
+        call: Any = channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
+        while True:
+            metrics = decode(await call.read()).metrics
+            if metrics is not None and [tier.off_reason for tier in metrics.tiers] == [""]:
+                call.cancel()
+                return
+
+
+async def cached_of(config: WorkerConfig, prompts: list[list[int]]) -> list[int]:
+    """Start a worker and run each prompt alone, the next one when the folder has files of it; what each found."""
     with running_workers(config) as infos:
         async with open_gateway(infos) as gateway:
+            await until_its_tier_is_on(infos[0])
             cached = []
-            for prompt in prompts:
+            for number, prompt in enumerate(prompts, start=1):
                 answer = await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
                 assert answer.token_ids == fake_generate(tuple(prompt), NUM_TOKENS)
                 cached.append(answer.ends[0].cached_tokens)
-
-            async def all_written() -> bool:
-                return len(files_of(config)) == num_files
-
-            await eventually(all_written, "extents were not written")
+                if len(prompts) > 1:
+                    await eventually(lambda most=2 * number: len(files_of(config)) == most, "extents were not written")
     return cached
 
 
@@ -54,11 +73,11 @@ def files_of(config: WorkerConfig) -> list[Path]:
 async def test_a_restarted_worker_loads_what_the_one_before_wrote(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first, second = [prompt_of(300) for _ in range(2)]
-    assert await cached_of(config, [first, second], 4) == [0, 0]
-    assert await cached_of(config, [first], 4) == [256]
+    assert await cached_of(config, [first, second]) == [0, 0]
+    assert await cached_of(config, [first]) == [256]
     for path in files_of(config):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert await cached_of(config, [first], 4) == [0]
+    assert await cached_of(config, [first]) == [0]
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_of_the_configuration(tmp_path: Path) -> None:
