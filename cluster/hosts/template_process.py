@@ -73,6 +73,16 @@ def become(kind: str, loaded_s: float) -> int:
     return run_child(WorkerConfig, make_host, loaded_s)
 
 
+def serve_and_become(kind: str) -> int:
+    """Fork on request, when all is loaded, and in each child become its process; returns the exit status of either."""
+    gc.freeze()
+    loaded_s = time.monotonic()
+    if serve() is None:
+        return 0
+    gc.enable()
+    return become(kind, loaded_s)
+
+
 def main() -> int:
     """Run the template, and each of its children; returns the exit status."""
     setup_logging(os.environ)
@@ -81,12 +91,7 @@ def main() -> int:
     logger.info("code: loaded in %.2f s", age_s())
     if start.weights is not None:
         keep(start.weights)
-    gc.freeze()
-    loaded_s = time.monotonic()
-    if serve() is None:
-        return 0
-    gc.enable()
-    return become(start.kind, loaded_s)
+    return serve_and_become(start.kind)
 
 
 if __name__ == "__main__":

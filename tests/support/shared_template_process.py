@@ -4,12 +4,10 @@ no weights, and that each child sets up its log: they are of clusters that log d
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 
-from disagg.cluster.hosts.template_process import become, load
-from disagg.cluster.templates.template import read_first, serve
+from disagg.cluster.hosts.template_process import load, serve_and_become
+from disagg.cluster.templates.template import read_first
 from disagg.cluster.templates.templates import TemplateStart
 
 
@@ -17,12 +15,7 @@ def main() -> int:
     """Returns the exit status."""
     start = read_first(TemplateStart)
     load(start)
-    gc.freeze()
-    loaded_s = time.monotonic()
-    if serve() is None:
-        return 0
-    gc.enable()
-    return become(start.kind, loaded_s)
+    return serve_and_become(start.kind)
 
 
 if __name__ == "__main__":
