@@ -7,9 +7,9 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """For one state, on a machine that is slow or does other things, too. It costs nothing where all is well."""
-LONG_WAIT_S = 120.0
+LONG_WAIT_S = 240.0
 """For what takes several processes one after the other: a rollout, a cluster that starts."""
 POLL_S = 0.02
 

@@ -26,7 +26,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import make_checkpoint
-from tests.support.waiting import wait_until
+from tests.support.waiting import LONG_WAIT_S, wait_until
 
 PROMPTS = [[(7 * i + 3 * k) % 250 for k in range(20 + 9 * i)] for i in range(6)]
 MAX_TOKENS = 48
@@ -150,10 +150,10 @@ def test_a_new_model_and_another_kv_size_come_without_a_failed_or_altered_reques
     with running(content(first)) as cluster:
         before, old = pids(cluster), all_answers(cluster.address)
         with Load(cluster.address) as load:
-            assert wait_until(lambda: len(load.answers) > 5, timeout_s=60)
+            assert wait_until(lambda: len(load.answers) > 5, timeout_s=LONG_WAIT_S)
             shown = apply(cluster, content(second, num_blocks=300), tmp_path)
             count = len(load.answers)
-            assert wait_until(lambda: len(load.answers) > count + 12, timeout_s=60)
+            assert wait_until(lambda: len(load.answers) > count + 12, timeout_s=LONG_WAIT_S)
         after, new = pids(cluster), all_answers(cluster.address)
         assert new != old
         of_old, of_new = load.check(old, new)
@@ -190,7 +190,7 @@ def test_threads_sizes_and_another_mode_come_without_a_failed_or_altered_request
             shown = apply(cluster, {**config, "mode": "elastic", "pools": one_pool}, tmp_path)
             assert "workers change in: workers, prefill, decode" in shown
             count = len(load.answers)
-            assert wait_until(lambda: len(load.answers) > count + 12, timeout_s=60)
+            assert wait_until(lambda: len(load.answers) > count + 12, timeout_s=LONG_WAIT_S)
         assert load.check(old)[0] > 12
         assert pids(cluster).keys() == {"workers-0", "workers-1"}
         state = cluster.state()

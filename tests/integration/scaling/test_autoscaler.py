@@ -10,7 +10,7 @@ from disagg.cluster.hosts.processes import ProcessCluster
 from disagg.cluster.system.process_tools import ProcessRef
 from tests.integration.scaling.test_scaling import endless_streams, settled
 from tests.integration.workers.test_processes import FAKE
-from tests.support.waiting import wait_until
+from tests.support.waiting import LONG_WAIT_S, wait_until
 
 SCALED: dict[str, Any] = {
     **FAKE,
@@ -33,10 +33,10 @@ def size(cluster: ProcessCluster) -> int:
 def test_a_worker_is_added_for_load_and_goes_with_it() -> None:
     with ProcessCluster(parse_config(SCALED)) as cluster, Client(cluster.address) as client:
         with endless_streams(cluster.address, 16) as wait_for_all:
-            assert wait_until(lambda: size(cluster) == 2 and settled(cluster), timeout_s=60)
+            assert wait_until(lambda: size(cluster) == 2 and settled(cluster), timeout_s=LONG_WAIT_S)
             added = ProcessRef.of(cluster.pid("colocated-1"))
             wait_for_all()
-        assert wait_until(lambda: size(cluster) == 1 and settled(cluster), timeout_s=60)
+        assert wait_until(lambda: size(cluster) == 1 and settled(cluster), timeout_s=LONG_WAIT_S)
         assert not added.is_alive()
         state = client.cluster_state()
         assert state.autoscaler.policy == "threshold"
@@ -53,6 +53,6 @@ def test_a_dry_run_only_says_what_it_would_do() -> None:
             return [pool.wanted for pool in client.cluster_state().autoscaler.pools]
 
         with endless_streams(cluster.address, 16):
-            assert wait_until(lambda: wanted() == [2], timeout_s=60)
+            assert wait_until(lambda: wanted() == [2], timeout_s=LONG_WAIT_S)
             assert size(cluster) == 1
     assert cluster.killed == []

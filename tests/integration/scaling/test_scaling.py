@@ -22,7 +22,7 @@ from disagg.engine.fake_runner import fake_generate
 from disagg.proto.control import ScaleRequest
 from disagg.proto.errors import InvalidRequestError, UnavailableError
 from tests.integration.workers.test_processes import FAKE, PROMPT
-from tests.support.waiting import WAIT_S, wait_until
+from tests.support.waiting import LONG_WAIT_S, WAIT_S, wait_until
 
 NUM_STREAMS = 8
 NUM_TOKENS = 200
@@ -51,7 +51,7 @@ def endless_streams(address: str, num_streams: int = NUM_STREAMS) -> Iterator[Ca
         def are_done() -> bool:
             return all(now > then for now, then in zip(counts, before, strict=True))
 
-        assert wait_until(lambda: are_done() or any(future.done() for future in futures), timeout_s=60)
+        assert wait_until(lambda: are_done() or any(future.done() for future in futures), timeout_s=LONG_WAIT_S)
 
     futures: list[Future[None]] = []
     with ThreadPoolExecutor(num_streams) as executor:
@@ -156,7 +156,7 @@ def serves(cluster: ProcessCluster, name: str) -> None:
                 return False
             return True
 
-        assert wait_until(is_connected, timeout_s=60)  # a moment after the controller knows it
+        assert wait_until(is_connected, timeout_s=LONG_WAIT_S)  # a moment after the controller knows it
         for _ in range(4):
             answer = client.generate(PROMPT, max_tokens=20, temperature=0.0, ignore_eos=True)
             assert list(answer.token_ids) == fake_generate(PROMPT, 20)

@@ -105,7 +105,7 @@ def test_the_end_of_a_child_is_seen_while_its_template_hangs(log: Path) -> None:
         polled, waited = fork(made, Order(sleep=True), log), fork(made, Order(sleep=True), log)
         stop(made.pid)
         polled.kill()
-        assert wait_until(lambda: polled.poll() is not None, timeout_s=60)
+        assert wait_until(lambda: polled.poll() is not None, timeout_s=LONG_WAIT_S)
         assert end([waited], 20) == []
         assert (polled.returncode, waited.returncode) == (STATUS_UNKNOWN, STATUS_UNKNOWN)
 

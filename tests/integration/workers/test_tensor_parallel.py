@@ -34,7 +34,7 @@ from tests.support.processes import children_of
 from tests.support.registry import Registry
 from tests.support.secret import SECRET
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
-from tests.support.waiting import wait_until
+from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle
 
 BLOCK = 16
@@ -135,7 +135,7 @@ def test_a_killed_rank_costs_no_answer_and_its_worker_comes_back_whole() -> None
         with endless_streams(cluster.address, num_streams=4) as wait_for_all:
             wait_for_all()
             ranks[1].kill()
-            assert replaced(cluster, "decode-1", ranks[0].pid, timeout_s=60)
+            assert replaced(cluster, "decode-1", ranks[0].pid, timeout_s=LONG_WAIT_S)
             wait_for_all()
         assert not [rank for rank in ranks if rank.is_alive()]
         record = cluster.state().workers[2]
