@@ -298,6 +298,8 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     tiers: TierOptions | None = None
     """Tiers of KV beside the device cache; None without any. The path of `disk` is this worker's own folder, unless it
     is shared."""
+    fetch: bool = False
+    """Whether it gets KV of prefixes from other workers, and gives them its own, where a gateway asks for that."""
     transport: TransportName = "gloo"
     plaintext_kv: bool = False
     """Whether KV may leave this host unencrypted; see `check_kv_stays_private`."""

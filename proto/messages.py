@@ -39,6 +39,11 @@ EXTENT_TOKENS = 128
 small enough that little of a prompt is in none."""
 HASHES_PER_EXTENT = EXTENT_TOKENS // HASH_BLOCK_TOKENS
 
+FetchOutcome = Literal["done", "refused", "failed", "late"]
+"""How a fetch of KV from another worker ended: `done` with all or some of it; `refused` by the source, which had none
+of it left or no time; `failed` by a fault of the source, the pair or the data; `late` at its time limit. In each case
+what arrived in order is used, and the rest is computed."""
+
 NonEmptyHash = Annotated[BlockHash, msgspec.Meta(min_length=1)]
 
 
@@ -260,6 +265,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Phases of its start, from the controller's order to its registration; empty where they were not measured."""
     tiers: tuple[TierName, ...] = ()
     """Where it keeps KV beside its device cache."""
+    fetches: bool = False
+    """Whether it can get KV of prefixes from other workers, and give them its own."""
     arithmetic: str = ""
     """Kind of arithmetic, such as `fma` or `avx512-bf16`. Workers with the same arithmetic continue each other's
     answers bit for bit. Any pair can hand over; where the two differ, the tokens are those that the decode worker
@@ -393,6 +400,18 @@ class PeerRef(Message, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- gateway <-> worker
 
 
+class FetchFrom(Message, frozen=True, kw_only=True):
+    """Get the KV of a prefix from another worker before computing: unless what this worker has of it by then, in its
+    device cache or its tiers, is as long. What does not come is computed."""
+
+    peer: PeerRef
+    """The source: the worker that is believed to have the KV in its device cache."""
+    end_token: Annotated[int, msgspec.Meta(ge=EXTENT_TOKENS, multiple_of=EXTENT_TOKENS)]
+    """The KV is that of the first `end_token` tokens of the sequence."""
+    timeout_ms: Annotated[float, msgspec.Meta(gt=0.0)]
+    """Milliseconds after which the rest is computed, whatever has come."""
+
+
 class Dispatch(Message, frozen=True, kw_only=True, tag=True):
     """Run this attempt. With `decode_peer`, prefill here and hand over to that worker; without, run all of it here."""
 
@@ -401,6 +420,8 @@ class Dispatch(Message, frozen=True, kw_only=True, tag=True):
     pair_timeout_s: float | None = None
     """Seconds that the attempt may wait for the pair with that worker to be formed. After that it is refused, so that
     it can be placed elsewhere. None: as long as the pair takes."""
+    fetch: FetchFrom | None = None
+    """Where to get KV from that this worker lacks; None where it computes all that it has not itself."""
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=True):
@@ -475,6 +496,23 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     """Time from then until the first step that computed part of the prompt, in seconds."""
 
 
+class Fetched(Message, frozen=True, kw_only=True):
+    """A fetch that a `Dispatch` asked for is over."""
+
+    request_id: RequestId
+    attempt: int
+    source: WorkerId
+    outcome: FetchOutcome
+    tokens: int = 0
+    """Leading tokens of the sequence whose KV this worker had then that it did not have before: 0 where nothing came.
+    """
+    kv_bytes: int = 0
+    """Bytes of KV that came."""
+    transfer_s: float = 0.0
+    """Time from the request to the source until the last of them, in seconds."""
+    detail: str = ""
+
+
 class HandedOver(Message, frozen=True, kw_only=True):
     """D owns the sequence now (sent by D when it commits)."""
 
@@ -526,6 +564,7 @@ class StepUpdate(Message, frozen=True, kw_only=True, tag=True):
     handed_over: tuple[HandedOver, ...] = ()
     ends: tuple[End, ...] = ()
     migrations_failed: tuple[MigrationFailed, ...] = ()
+    fetched: tuple[Fetched, ...] = ()
 
 
 class SessionHello(Message, frozen=True, kw_only=True, tag=True):
@@ -691,6 +730,12 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     transfers: tuple[TransferCount, ...] = ()
     loaded_tokens: int = 0
     """Prompt tokens whose KV was loaded from a tier; they are among `cached_tokens`."""
+    fetched_tokens: int = 0
+    """Prompt tokens whose KV came from another worker; they are among `cached_tokens`."""
+    fetches: dict[FetchOutcome, int] = {}
+    """Number of fetches from other workers by outcome."""
+    served_fetches: int = 0
+    """Number of fetches for which it gave KV to other workers."""
     dropped_extents: int = 0
     """Extents that were to be written to a tier and were not, because their blocks were needed first."""
     tiers: tuple[TierCounts, ...] = ()

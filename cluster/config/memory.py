@@ -146,13 +146,13 @@ def _with_windows(cache: PoolCache) -> str:
     return f" with the windows of one sequence and one step of {cache.pool.tokens_per_step} tokens"
 
 
-def check_no_windows(cache: PoolCache) -> None:
-    """Raises `ConfigError` for a model with windows, of whose KV tiers cannot keep extents."""
+def check_no_windows(cache: PoolCache, key: str) -> None:
+    """Raises `ConfigError` for a model with windows, whose KV is not kept or sent in extents. `key` is what asks for
+    that."""
     groups = cache.groups(1)
     if len(groups) > 1:
         raise ConfigError(
-            f"kv_cache.tiers: models with windows have none; the model of {pool_path(cache.name)} has {len(groups)} "
-            "cache groups"
+            f"{key}: is for models without windows; the model of {pool_path(cache.name)} has {len(groups)} cache groups"
         )
 
 

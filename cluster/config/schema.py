@@ -206,11 +206,14 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvCacheSection(msgspec.Struct, frozen=True, kw_only=True):
-    """The section `kv_cache`: KV beside the device caches of workers."""
+    """The section `kv_cache`: KV beside the device caches of workers, and of other workers."""
 
     tiers: TierOptions | None = None
     """`{host_bytes, disk: {path, bytes, shared}}`: host memory and a folder in which workers that compute prompts keep
     KV that their device cache has no room for; `null` for none. On CPUs, for models without windows."""
+    fetch: bool = False
+    """Whether a worker may get the KV of a prompt's beginning from another worker that has it, where that is quicker
+    than computing it. For models without windows; independent of `tiers`."""
 
 
 class TransferSection(PairLimits, frozen=True, kw_only=True):

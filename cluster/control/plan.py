@@ -210,6 +210,7 @@ def worker_config(
         tail_tokens=device_defaults(pool.device).tail_tokens,
         swap_bytes=swap_bytes(pool),
         tiers=worker_tiers(config, name, index),
+        fetch=config.kv_cache.fetch,
         transport=transport_name(alone),
         plaintext_kv=config.network.plaintext_kv,
         failpoints=config.recovery.failpoints,
@@ -400,7 +401,9 @@ def plan_cluster(
                 )
             )
             if tiers is not None:
-                check_no_windows(caches[-1])
+                check_no_windows(caches[-1], "kv_cache.tiers")
+            if config.kv_cache.fetch:
+                check_no_windows(caches[-1], "kv_cache.fetch")
     for cache in caches:
         check_block(cache)
     if memory_bytes is not None:

@@ -69,6 +69,12 @@ def add(one: WorkerMetrics, other: WorkerMetrics) -> WorkerMetrics:
         expert_imbalance=other.expert_imbalance,
         transfers=tuple(transfers.values()),
         loaded_tokens=one.loaded_tokens + other.loaded_tokens,
+        fetched_tokens=one.fetched_tokens + other.fetched_tokens,
+        fetches={
+            outcome: one.fetches.get(outcome, 0) + other.fetches.get(outcome, 0)
+            for outcome in (*one.fetches, *(outcome for outcome in other.fetches if outcome not in one.fetches))
+        },
+        served_fetches=one.served_fetches + other.served_fetches,
         dropped_extents=one.dropped_extents + other.dropped_extents,
         tiers=_add_tiers(one.tiers, other.tiers),
     )

@@ -50,6 +50,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
         [
             m.Dispatch(spec=SPEC, decode_peer=PEER),
             m.Dispatch(spec=SPEC),
+            m.Dispatch(spec=SPEC, fetch=m.FetchFrom(peer=PEER, end_token=256, timeout_ms=50.0)),
             m.Connect(decode_peer=PEER),
             m.Cancel(request_id=R, attempt=2),
             m.Migrate(request_id=R, attempt=2, number=1, decode_peer=PEER, pair_timeout_s=2.0),
@@ -67,6 +68,10 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
                 handed_over=(m.HandedOver(request_id=R, attempt=2, kv_bytes=2**40, cached_tokens=0, transport="gloo"),),
                 ends=(m.End(request_id=R, attempt=2, reason="refused", detail="no room"),),
                 migrations_failed=(m.MigrationFailed(request_id=R, attempt=2, refused=True, detail="no room"),),
+                fetched=(
+                    m.Fetched(request_id=R, attempt=2, source=WorkerId("decode-0"), outcome="done", tokens=128),
+                    m.Fetched(request_id=R, attempt=3, source=WorkerId("decode-0"), outcome="late", detail="0.5 s"),
+                ),
             ),
         ],
     ),
@@ -207,6 +212,18 @@ def test_a_prompt_that_is_not_packed_is_refused_by_name(
     frame["spec"]["prompt_token_ids"] = prompt
     with pytest.raises(msgspec.ValidationError, match=f"^{refusal}$"):
         m.decoder(m.Dispatch | h.Offer).decode(msgspec.msgpack.encode(frame))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"end_token": 0}, {"end_token": 100}, {"end_token": -128}, {"timeout_ms": 0.0}, {"timeout_ms": float("nan")}],
+)
+def test_a_fetch_of_no_whole_extents_or_without_time_is_refused(wrong: dict[str, object]) -> None:
+    fetch = m.FetchFrom(peer=PEER, end_token=256, timeout_ms=50.0)
+    frame = msgspec.msgpack.decode(m.encode(m.Dispatch(spec=SPEC, fetch=fetch)))
+    frame["fetch"] |= wrong
+    with pytest.raises(msgspec.ValidationError, match=rf"at `\$.fetch.{next(iter(wrong))}`"):
+        m.decoder(GATEWAY_TO_WORKER).decode(msgspec.msgpack.encode(frame))
 
 
 def test_an_unknown_end_is_refused() -> None:

@@ -143,8 +143,9 @@ def test_tiers_of_host_memory_count(checkpoint: Path) -> None:
     assert notes(checkpoint, tiers) == ("pools.prefill: each worker keeps up to 8192.0 MiB of KV in host memory",)
 
 
-def test_a_model_with_windows_has_no_tiers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("tiers", {"host_bytes": "1GiB"}), ("fetch", True)])
+def test_the_kv_of_a_model_with_windows_is_neither_kept_nor_fetched(key: str, value: object, tmp_path: Path) -> None:
     model = make_checkpoint("gemma3", tmp_path)
-    assert refusal(model, {"kv_cache": {"tiers": {"host_bytes": "1GiB"}}}) == (
-        "kv_cache.tiers: models with windows have none; the model of pools.prefill has 2 cache groups"
+    assert refusal(model, {"kv_cache": {key: value}}) == (
+        f"kv_cache.{key}: is for models without windows; the model of pools.prefill has 2 cache groups"
     )

@@ -290,6 +290,12 @@ def test_workers_that_compute_prompts_have_tiers_in_folders_of_their_own(shared:
     assert prefill.tiers == TierOptions(host_bytes=1 << 20, disk=DiskTier(path=path, bytes=1 << 30, shared=shared))
 
 
+@pytest.mark.parametrize("fetch", [False, True])
+def test_all_workers_fetch_or_none(fetch: bool) -> None:
+    plan = ClusterPlan(parse_config({"kv_cache": {"fetch": fetch}}), {"": "/m"}, (0, 1))
+    assert [worker.fetch for worker in plan.workers] == [fetch, fetch]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_worker_configs_say_whether_weights_are_shared(shared: bool) -> None:
     config = parse_config({"model": {"share_weights": shared}})
