@@ -22,7 +22,7 @@ from disagg.v1 import inference_pb2 as pb
 from disagg.v1 import inference_pb2_grpc as pb_grpc
 from tests.support.architecture import REPOSITORY
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 """How long anything may take before a test fails."""
 NUM_TOKENS = 5
 END = pb.Finished(reason=pb.FINISH_REASON_STOP, usage=pb.Usage(prompt_tokens=1, completion_tokens=NUM_TOKENS))

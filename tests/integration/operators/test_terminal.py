@@ -21,7 +21,7 @@ from tests.support.architecture import REPOSITORY
 from tests.support.gateway import EOS, FakeRouter, Step, Wait, write_checkpoint
 from tests.support.gateway_server import running
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 AGAIN_S = 5.0
 """How long anything may take before a test fails."""
 CTRL_C, CTRL_D = "\x03", "\x04"
