@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.engine.plan import Buffer, Copying
 from disagg.engine.tiers.extents import Extent
-from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
 from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
 
 
@@ -143,6 +143,10 @@ class TierWritten:
 
     number: int
     ok: bool
+    ms: float = 0.0
+    """Milliseconds that it took."""
+    cpu_ms: float = 0.0
+    """Of these, milliseconds of a processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +161,13 @@ class TierRead:
 
 @dataclass(frozen=True, slots=True)
 class TierScanned:
-    """What the folder of the disk tier has. No answer."""
+    """What the folder of the disk tier has and was not known to have, in the order of `tiers/found.py`. No answer."""
 
     extents: tuple[Extent, ...]
+    gone: tuple[BlockHash, ...] = ()
+    """Extents that it had and has no more."""
+    is_whole: bool = True
+    """Whether all of its files were looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,23 @@ class TierFailed:
     """The folder of the disk tier cannot be used. No answer."""
 
     reason: str
+    of_scan: bool = False
+    """Whether this is the answer to a scan."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierFull:
+    """A file could not be written or deleted, in a folder whose files can be read. No answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierForgotten:
+    """The files of a tenant are deleted; unless `ok`, some may be left. No answer."""
+
+    tag: bytes
+    ok: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +201,7 @@ class TierForget:
     tag: bytes
 
 
-TierAnswer = TierWritten | TierRead | TierScanned | TierFailed | TierForget
+TierAnswer = TierWritten | TierRead | TierScanned | TierFailed | TierFull | TierForgotten | TierForget
 
 Command = (
     Add
@@ -195,6 +220,8 @@ Command = (
     | TierRead
     | TierScanned
     | TierFailed
+    | TierFull
+    | TierForgotten
     | TierForget
 )
 

@@ -142,10 +142,10 @@ class DiskTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Folder. Each worker has a folder of its own below it, named like the worker, unless it is `shared`. Only the
     user of the workers may read it: texts can be guessed from KV."""
     bytes: Bytes
-    """Most that a worker keeps there."""
+    """Most that a worker keeps there; most that all workers of a model keep in a shared folder, with what they write in
+    a minute beyond that."""
     shared: bool = False
-    """Whether all workers of a model use the same files. Each counts those that it knows of, so the folder may hold
-    `bytes` for each of them."""
+    """Whether all workers of a model use the same files."""
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

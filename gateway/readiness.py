@@ -46,7 +46,8 @@ class Readiness:
 
     @property
     def tiers_off(self) -> dict[str, str]:
-        """Tiers of KV that workers have turned off, as `worker tier`, and why. Nothing that a request needs."""
+        """Tiers of KV that workers do not use or do not write to, as `worker tier`, and why. Nothing that a request
+        needs."""
         view = self._view()
         present = {worker.info.worker_id for worker in view.workers}
         return {

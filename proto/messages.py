@@ -685,7 +685,7 @@ class TierCounts(Message, frozen=True, kw_only=True):
 
     name: TierName
     extent_ms: float = 0.0
-    """Milliseconds that it expects to take to load an extent."""
+    """Milliseconds that it expects to take to load an extent; 0 while it loads none."""
     capacity_bytes: int = 0
     held_bytes: int = 0
     written_extents: int = 0
@@ -694,7 +694,7 @@ class TierCounts(Message, frozen=True, kw_only=True):
     failed_extents: int = 0
     """Extents that could not be written or read."""
     off_reason: str = ""
-    """Why the tier is not used at present; empty while it is."""
+    """Why the tier is not used at present, or not written to; empty while it is."""
 
 
 class WorkerMetrics(Message, frozen=True, kw_only=True):
@@ -737,7 +737,7 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     served_fetches: int = 0
     """Number of fetches for which it gave KV to other workers."""
     dropped_extents: int = 0
-    """Extents that were to be written to a tier and were not, because their blocks were needed first."""
+    """Extents that were to be written to a tier and were not: their blocks were needed first, or there was no place."""
     tiers: tuple[TierCounts, ...] = ()
     """The tiers that it has."""
 

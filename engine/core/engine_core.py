@@ -59,6 +59,8 @@ from disagg.engine.commands import (
     Scattered,
     TierFailed,
     TierForget,
+    TierForgotten,
+    TierFull,
     TierRead,
     TierScanned,
     TierWritten,
@@ -270,7 +272,9 @@ class EngineCore:
                 events = []
             case Extend():
                 events = self._extend(command)
-            case TierWritten() | TierRead() | TierScanned() | TierFailed() | TierForget():
+            case (
+                TierWritten() | TierRead() | TierScanned() | TierFailed() | TierFull() | TierForgotten() | TierForget()
+            ):
                 if self._tiers is not None:
                     self._tiers.handle(command, now)
                 events = []

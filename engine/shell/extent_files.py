@@ -16,9 +16,11 @@ import fcntl
 import os
 import re
 import stat
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from disagg.engine.plan import Buffer
 from disagg.engine.tiers.extent_file import HEADER_BYTES, SUFFIX, ExtentFormat, extent_of, file_name
@@ -27,6 +29,9 @@ from disagg.proto.errors import ConfigError
 
 PATH_KEY = "kv_cache.tiers.disk.path"
 GONE = "gone"
+LOCK_WAIT_S = 10.0
+"""How long a worker that starts waits for a folder that another one has: it may be its last process, which ends."""
+_LOCK_TRIED_EVERY_S = 0.1
 _TEMPORARY = ".tmp"
 _STORE = re.compile(r"[0-9a-f]{32}")
 _LATER = frozenset(
@@ -36,6 +41,21 @@ _LATER = frozenset(
     }
 )
 """Errors of a folder that may be good again later; a worker starts without it."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""Errors of a write after which files can be read."""
+
+
+class Listing(NamedTuple):
+    """The extents whose files are in a folder."""
+
+    extents: list[Extent]
+    """The one that was used last at the end."""
+    is_whole: bool
+    """Whether there are no more."""
+
+
+class _TakenError(ConfigError):
+    """The folder is another worker's."""
 
 
 class ExtentFiles:
@@ -57,14 +77,23 @@ class ExtentFiles:
         self._temporary = f".{uuid.uuid4().hex[:16]}{_TEMPORARY}"
         """How the files end that are not complete. Process ids are alike where workers have containers of their own."""
 
-    def open(self) -> None:
-        """Make the folder and take it, before the worker is used.
+    def open(self, wait_s: float = 0.0, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Make the folder and take it, before the worker is used; up to `wait_s` seconds later where another one has
+        it.
 
         Raises:
             ConfigError: it cannot be used, others may read it, or it is another worker's. Not where that may change.
         """
         try:
-            self._make()
+            while True:
+                try:
+                    self._make()
+                    return
+                except _TakenError:
+                    if wait_s <= 0.0:
+                        raise
+                wait_s -= _LOCK_TRIED_EVERY_S
+                sleep(_LOCK_TRIED_EVERY_S)
         except OSError as error:
             if error.errno not in _LATER:
                 self.close()
@@ -76,9 +105,9 @@ class ExtentFiles:
             os.close(self._lock)
             self._lock = None
 
-    def scan(self) -> list[Extent]:
-        """What the folder has, by the names of its files, the one that was written last at the end. Leftovers of
-        earlier processes and models are removed, unless it is shared.
+    def scan(self, most: int) -> Listing:
+        """What the folder has, by the names of its files, of `most` files at most. Leftovers of earlier processes and
+        models are removed, unless it is shared.
 
         Raises:
             OSError: the folder cannot be read, or made.
@@ -87,17 +116,19 @@ class ExtentFiles:
         self._make()
         if not self._is_shared:
             self._remove_leftovers()
-        found = []
+        found: list[tuple[int, Extent]] = []
         with os.scandir(self._files) as entries:
             for entry in entries:
                 extent = extent_of(entry.name)
                 if extent is None:
                     continue
+                if len(found) >= most:
+                    return Listing([extent for _, extent in sorted(found)], is_whole=False)
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
                         found.append((status.st_mtime_ns, extent))
-        return [extent for _, extent in sorted(found)]
+        return Listing([extent for _, extent in sorted(found)], is_whole=True)
 
     def write(self, extent: Extent, payload: Buffer) -> None:
         """Write the file of an extent.
@@ -119,13 +150,15 @@ class ExtentFiles:
             raise
 
     def read(self, extent: Extent, payload: Buffer) -> str:
-        """Read the file of an extent into `payload`; what is wrong with it, empty where it is good.
+        """Read the file of an extent into `payload`; what is wrong with it, empty where it is good. Then it counts as
+        used now, for all that scan the folder.
 
         Raises:
             OSError: it cannot be read.
         """
         try:
-            with (self._files / file_name(extent)).open("rb", buffering=0) as file:
+            path = self._files / file_name(extent)
+            with path.open("rb", buffering=0) as file:
                 header = file.read(HEADER_BYTES)
                 view, num_read = memoryview(payload), 0
                 while num_read < len(view) and (count := file.readinto(view[num_read:])):
@@ -134,12 +167,24 @@ class ExtentFiles:
                     return "another length"
         except FileNotFoundError:
             return GONE
-        return self._format.fault(extent, header, payload)
+        fault = self._format.fault(extent, header, payload)
+        if not fault:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return fault
 
     def delete(self, extents: Iterable[Extent]) -> None:
         """Delete files, those that are there. Raises `OSError` where that is impossible."""
         for extent in extents:
             (self._files / file_name(extent)).unlink(missing_ok=True)
+
+    def forget(self, tag: bytes) -> None:
+        """Delete all files of a tenant. Raises `OSError` where that is impossible."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._files) as entries:
+            for entry in entries:
+                extent = extent_of(entry.name)
+                if extent is not None and extent.tag == tag:
+                    Path(entry.path).unlink(missing_ok=True)
 
     # ------------------------------------------------------------ inside
 
@@ -170,7 +215,7 @@ class ExtentFiles:
         except OSError as error:
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise ConfigError(f"{PATH_KEY}: {self.folder} is used by another worker") from error
+                raise _TakenError(f"{PATH_KEY}: {self.folder} is used by another worker") from error
             raise
         self._lock = lock
 

@@ -165,7 +165,7 @@ class Worker:
             self.parts.wrap_runner(runner),
             config=config,
             calibration=self._calibration,
-            tier_parts=TierParts(process_clock().now, self._tier_disk),
+            tier_parts=TierParts(process_clock().now, self._tier_disk, time.time),
         )
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, self._on_gathered, config.token_interval_s)

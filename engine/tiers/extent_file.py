@@ -59,9 +59,8 @@ class ExtentFormat(msgspec.Struct, frozen=True, kw_only=True):
         return fields + self._mac(fields, payload)
 
     def fault(self, extent: Extent, header: bytes, payload: Buffer) -> str:
-        """What is wrong with the file of an extent, in a word or two; empty where it is good."""
-        if len(header) != HEADER_BYTES:
-            return "short"
+        """What is wrong with the file of an extent, in a word or two; empty where it is good. The header has its
+        length."""
         fields, mac = header[: _FIELDS.size], header[_FIELDS.size :]
         if fields[:8] != _MAGIC:
             return "no KV"

@@ -2,7 +2,7 @@
 
 A prefix is loaded only where that is quicker than computing it, by what this worker has measured of both. A tier that
 was slow is not used, and so not measured any more; after `TRIED_AGAIN_S` it counts as being as fast as at its best, or
-as was assumed at first, so that one load shows what it is like.
+as was assumed at first (by a write), so that one load shows what it is like.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ _WEIGHT = 1 / 8
 
 class LoadTimes:
     """The mean time to load an extent from one tier. Owner: the tier store. `first_ms`: assumed until one was
-    loaded."""
+    written or loaded."""
 
     def __init__(self, first_ms: float) -> None:
         self._mean_ms = first_ms
         self._best_ms = first_ms
         self._seen_at = -math.inf
         self._is_measured = False
+
+    def assume(self, ms: float) -> None:
+        """An extent was written in so many milliseconds: until one was loaded, a load counts as taking as long."""
+        if not self._is_measured and ms > 0.0:
+            self._mean_ms = self._best_ms = ms
 
     def observe(self, ms: float, now: float) -> None:
         """An extent was loaded in so many milliseconds."""

@@ -5,8 +5,8 @@ reads and writes. Pure: what takes long is ordered here, and answered by a comma
                           └───> staging buffer ───────order──> file        is pinned until then, or from a buffer
     load     slot ──scatter──> blocks         file ──order──> staging buffer ──scatter──> blocks
 
-A folder that fails (full, removed, read only, broken) turns the disk tier off, with the reason; it is looked at again
-after a while. What was in it is not known any more then, so it is scanned like at the start.
+Whether files are read and written is decided in `folder.py`. A folder that was not used is scanned like at the start,
+because what is in it is not known any more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from disagg.engine.plan import Buffer, ModelRunner, is_fatal
 from disagg.engine.tiers.extents import Chain, Extent
+from disagg.engine.tiers.folder import Folder
 from disagg.engine.tiers.load_times import LoadTimes
 from disagg.engine.tiers.tier import Pins, Tier, Writing
 from disagg.proto.ids import BlockHash
@@ -31,12 +32,14 @@ _log = logging.getLogger(__name__)
 
 MAX_STAGING = 8
 """Buffers, of an extent each, between blocks and files."""
+MOST_WRITES = 16
+"""Writes of files that wait at a time."""
 LEFT_FOR_READS = 4
 """Buffers that writes leave free."""
-TRIED_AGAIN_S = 30.0
-"""Time after which a disk tier that failed is tried again."""
-SCANNED_AGAIN_S = 60.0
-"""Time after which a folder that others write to is scanned again."""
+MOST_TAKEN_IN = 2048
+"""Extents of a scan that are taken in between two steps while nothing runs: some ten milliseconds."""
+MOST_TAKEN_IN_BESIDE_OTHERS = 256
+"""The same while sequences run."""
 _HOST_BYTES_PER_MS, _DISK_BYTES_PER_MS = 1e6, 1e5
 """Assumed until a load was measured."""
 
@@ -49,8 +52,9 @@ class DiskPort(Protocol):
         """Whether another write may be ordered."""
         ...
 
-    def scan(self) -> None:
-        """Find out what the folder has. Answer: `TierScanned` or `TierFailed`."""
+    def scan(self, *, anew: bool) -> None:
+        """Find out what the folder has, behind all earlier writes and deletions. `anew`: nothing counts as known.
+        Answer: `TierScanned`, or `TierFailed` of a scan."""
         ...
 
     def write(self, number: int, extent: Extent, payload: Buffer) -> None:
@@ -63,6 +67,10 @@ class DiskPort(Protocol):
 
     def delete(self, extents: Iterable[Extent]) -> None:
         """Delete files, where they are there. No answer."""
+        ...
+
+    def forget(self, tag: bytes) -> None:
+        """Delete all files of a tenant, behind all earlier writes. Answer: `TierForgotten`."""
         ...
 
 
@@ -105,6 +113,8 @@ class TierParts:
     clock: Callable[[], float] = field(default=lambda: 0.0)
     """By which copies are measured."""
     disk: DiskPort | None = None
+    wall_clock: Callable[[], float] = field(default=lambda: 0.0)
+    """Seconds since the epoch."""
 
 
 Written = Literal["written", "present", "lacking", "failed"]
@@ -138,18 +148,17 @@ class TierStore:
     ) -> None:
         self._runner = runner
         self._extent_bytes = extent_bytes
-        self._clock = parts.clock
+        self._clock, self._wall_clock = parts.clock, parts.wall_clock
         self._port = parts.disk
+        self._now = 0.0
         self._is_shared = is_shared
         self.host = Tier(host_bytes // extent_bytes, share, keep_s)
         self.disk = Tier(disk_bytes // extent_bytes if parts.disk is not None else 0, share, keep_s)
         self.host_times = LoadTimes(extent_bytes / _HOST_BYTES_PER_MS)
         self.disk_times = LoadTimes(extent_bytes / _DISK_BYTES_PER_MS)
-        self.off_reason = "the folder was not read yet" if parts.disk is not None else ""
-        """Why the disk tier is not used; empty while it is, or where there is none."""
-        self._failed_with = ""
-        """The reason for which it was off last, and which was logged; empty once a file was written after that."""
-        self._scan_at = -math.inf if parts.disk is not None else math.inf
+        self._folder = Folder(is_there=parts.disk is not None, is_shared=is_shared)
+        self._forgotten: set[bytes] = set()
+        """Tenants whose files are to be deleted, until they are."""
         self._buffers: dict[int, Buffer] = {}
         """Memory of the slots of host memory, allocated at its first use."""
         self._staging: list[Buffer] = []
@@ -163,21 +172,39 @@ class TierStore:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether files are read and written now."""
-        return self._port is not None and not self.off_reason
+        """Whether files are read now."""
+        return self._folder.is_on and not self.disk.is_clearing
 
     @property
     def can_write(self) -> bool:
         """Whether `write` may be called now."""
-        if not self.uses_disk or self._port is None:
+        if not self._writes_files or self._port is None:
             return self.host.num_slots > 0
         num_free = len(self._staging) + MAX_STAGING - self._num_staging
-        return self._port.has_room and num_free > LEFT_FOR_READS
+        return self._port.has_room and num_free > LEFT_FOR_READS and not self.disk.can_go_on
 
     @property
-    def scan_at(self) -> float:
+    def _writes_files(self) -> bool:
+        return self.uses_disk and self._folder.takes_files(self._now)
+
+    @property
+    def due_at(self) -> float:
         """When `look_again` has something to do; infinite where it has not."""
-        return self._scan_at
+        return self._folder.due_at
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `go_on` has something to do."""
+        return self.host.can_go_on or self.disk.can_go_on
+
+    def go_on(self, *, is_running: bool) -> None:
+        """Take in a part of what was found, and drop a part of what is lost. `is_running`: sequences wait for it."""
+        most = MOST_TAKEN_IN_BESIDE_OTHERS if is_running else MOST_TAKEN_IN
+        self.host.go_on(most)
+        left = self.disk.go_on(most)
+        if left and not self._is_shared and self._port is not None:
+            self._port.delete(left)
+        self._delete_removed()
 
     def num_held(self, keys: Seq[BlockHash]) -> tuple[int, int]:
         """Leading extents of a chain in host memory, and on disk."""
@@ -185,10 +212,11 @@ class TierStore:
 
     def lacks(self, key: BlockHash) -> bool:
         """Whether some tier has neither this extent nor is getting it."""
-        return (self.host.num_slots > 0 and key not in self.host) or (self.uses_disk and key not in self.disk)
+        return (self.host.num_slots > 0 and key not in self.host) or (self._writes_files and key not in self.disk)
 
     def note_time(self, now: float) -> None:
         """The time of what follows."""
+        self._now = max(self._now, now)
         self.host.note_time(now)
         self.disk.note_time(now)
 
@@ -204,7 +232,7 @@ class TierStore:
         are gone."""
         keys, key = chain.keys[: index + 1], chain.keys[index]
         to_host = self.host.num_slots > 0 and key not in self.host
-        to_disk = self.uses_disk and key not in self.disk
+        to_disk = self._writes_files and key not in self.disk
         if not (to_host or to_disk):
             return "present"
         if blocks is None and (to_host or self.host.slot_of(key) is None):
@@ -221,7 +249,9 @@ class TierStore:
         writing = self.host.begin_write(keys, chain.tag, is_copy=chain.is_copy)
         if writing is None:
             return False
-        ok = self._gather(blocks, self._buffer(writing.held.slot))
+        buffer, began = self._buffer(writing.held.slot), self._clock()
+        if ok := self._gather(blocks, buffer):
+            self.host_times.assume((self._clock() - began) * 1e3)
         self.host.end_write(writing, ok=ok)
         self._host_counts.written += ok
         return ok
@@ -246,12 +276,14 @@ class TierStore:
                 return False
         number = self._next_number()
         self._writes[number] = _FileWrite(writing, buffer, host_pins)
+        self._folder.ordered(self._now)
         self._port.write(number, writing.held.extent, payload)
         return True
 
-    def written(self, number: int, *, ok: bool) -> None:
+    def written(self, number: int, *, ok: bool, ms: float) -> None:
         """The answer to a write of a file."""
         write = self._writes.pop(number)
+        self._folder.answered(self._now)
         is_gone = write.writing.held.is_gone
         self.disk.end_write(write.writing, ok=ok)
         self.host.unpin(write.host_pins)
@@ -259,10 +291,9 @@ class TierStore:
             self._staging.append(write.buffer)
         if ok:
             self._disk_counts.written += 1
-            if self._failed_with:
-                _log.info("the disk tier of the KV is on again, a file was written to it")
-                self._failed_with = ""
-            if is_gone and self._port is not None and write.writing.held.extent.key not in self.disk:
+            self.disk_times.assume(ms)
+            self._folder.wrote()
+            if is_gone and self.uses_disk and self._port is not None and write.writing.held.extent.key not in self.disk:
                 self._port.delete([write.writing.held.extent])
         else:
             self._disk_counts.failed += 1
@@ -306,12 +337,14 @@ class TierStore:
             return False
         number, buffer = self._next_number(), self._take_staging()
         self._reads[number] = _FileRead(extent, index, buffer, deliver)
+        self._folder.ordered(self._now)
         self._port.read(number, extent, buffer)
         return True
 
     def answered(self, number: int, *, ok: bool, ms: float, now: float) -> None:
         """The answer to a read."""
         read = self._reads.pop(number)
+        self._folder.answered(self._now)
         if ok:
             self.disk_times.observe(ms, now)
         else:
@@ -326,34 +359,54 @@ class TierStore:
     # ------------------------------------------------------------ the folder
 
     def look_again(self, now: float) -> None:
-        """Have the folder scanned, where that is due."""
-        if self._port is not None and now >= self._scan_at:
-            self._scan_at = math.inf
-            self._port.scan()
-
-    def scanned(self, extents: Iterable[Extent], now: float) -> None:
-        """What the folder has."""
-        if self.off_reason:
+        """Have the folder scanned, where that is due, and see whether it answers."""
+        if self._port is None:
+            return
+        if self._folder.became_silent(now, self._wall_clock()):
             self.disk.clear()
-        self.off_reason = ""
-        left = self.disk.add_found(extents)
-        if left and not self._is_shared and self._port is not None:
-            self._port.delete(left)
-        self._scan_at = now + SCANNED_AGAIN_S if self._is_shared else math.inf
+        is_anew = not self._folder.is_on
+        if self._folder.may_scan(now):
+            for tag in self._forgotten:
+                self._order_forgetting(tag)
+            self._port.scan(anew=is_anew)
 
-    def folder_failed(self, reason: str, now: float) -> None:
-        """The folder cannot be used. A full one fails again at each try, and is logged once."""
-        if reason != self._failed_with:
-            _log.warning("the disk tier of the KV is off: %s; it is tried again every %.0f s", reason, TRIED_AGAIN_S)
-        self.off_reason = self._failed_with = reason
+    def scanned(self, extents: Iterable[Extent], gone: Iterable[BlockHash], now: float, *, is_whole: bool) -> None:
+        """What the folder has that was not known, and what it has no more."""
+        self._folder.answered(now)
+        self._folder.scanned(now, is_whole=is_whole)
+        self.disk.drop_all(gone)
+        self.disk.add_found(extent for extent in extents if extent.tag not in self._forgotten)
+
+    def folder_failed(self, reason: str, now: float, *, of_scan: bool) -> None:
+        """The folder cannot be used."""
+        if of_scan:
+            self._folder.answered(now)
+        self._folder.failed(reason, now, of_scan=of_scan)
         self.disk.clear()
-        self._scan_at = now + TRIED_AGAIN_S
+
+    def folder_full(self, reason: str, now: float) -> None:
+        """Files can be read, and not written."""
+        self._folder.full(reason, now)
 
     def forget(self, tag: bytes) -> None:
-        """Drop what a tenant has in all tiers, and delete its files."""
+        """Drop what a tenant has in all tiers, and delete its files, also those that are not known; where that fails,
+        when the folder is scanned again."""
         self.host.forget(tag)
         self.disk.forget(tag)
-        self._delete_removed()
+        if self._port is not None:
+            self._forgotten.add(tag)
+            self._order_forgetting(tag)
+
+    def forgotten(self, tag: bytes, *, ok: bool) -> None:
+        """The answer to that."""
+        self._folder.answered(self._now)
+        if ok:
+            self._forgotten.discard(tag)
+
+    def _order_forgetting(self, tag: bytes) -> None:
+        assert self._port is not None, "files are deleted without a folder"
+        self._folder.ordered(self._now)
+        self._port.forget(tag)
 
     # ------------------------------------------------------------ reports
 
@@ -381,7 +434,8 @@ class TierStore:
     def counts(self, now: float) -> tuple[TierCounts, ...]:
         """What was done with each tier since the start, and what it holds."""
         host = self._counts_of("host", self.host, self._host_counts, self.host_times.ms(now))
-        disk = self._counts_of("disk", self.disk, self._disk_counts, self.disk_times.ms(now), self.off_reason)
+        disk_ms = self.disk_times.ms(now) if self._folder.is_on else 0.0
+        disk = self._counts_of("disk", self.disk, self._disk_counts, disk_ms, self._folder.off_reason)
         return tuple([counts for tier, counts in ((self.host, host), (self.disk, disk)) if tier.num_slots])
 
     def _counts_of(self, name: TierName, tier: Tier, counts: _Counts, ms: float, off_reason: str = "") -> TierCounts:
@@ -403,7 +457,7 @@ class TierStore:
         problems = self.host.check_integrity() + self.disk.check_integrity()
         if len(self._staging) + num_used > self._num_staging:
             problems.append("a staging buffer of the tiers was given back twice")
-        if not (is_loading or self._writes) and (self.host.num_pinned or self.disk.num_pinned):
+        if not (is_loading or self._writes or self.can_go_on) and (self.host.num_pinned or self.disk.num_pinned):
             problems.append("extents of the tiers are kept for nobody")
         return problems
 

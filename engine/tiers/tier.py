@@ -9,26 +9,34 @@ eviction, the last one first and the first one last. So no extent is evicted bef
 order is that of the device cache (`blocks/cached_blocks.py`): copies first, a tenant that holds more than its share
 before others, then the extent that was used longest ago.
 
+What a scan of a folder found is taken in some extents at a time, `go_on` by `go_on`, as is what is dropped all at once:
+there may be a hundred thousand of them. Extents that were found can be read when all of them have their slots, the
+chain that was used longest ago first, so that they are in the order of eviction as if they had been used one by one.
+
 Whoever reads an extent, or writes one behind it, pins its chain up to there: pinned extents are not evicted. One that
 is dropped meanwhile (its file is damaged, say) is gone for all later lookups, and its slot is free with the last pin.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import NamedTuple
 
 from disagg.engine.blocks.cached_blocks import CachedBlocks, TenantTag
 from disagg.engine.tiers.extents import NO_PARENT, Extent
 from disagg.proto.ids import BlockHash
 
+MOST_CHECKED = 4096
+"""Extents that one check of the integrity looks at."""
+
 
 class Held:
     """An extent in a tier. Owner: the tier; others keep it as a pin."""
 
-    __slots__ = ("children", "extent", "is_copy", "is_gone", "is_ready", "num_pins", "slot")
+    __slots__ = ("children", "extent", "is_copy", "is_found", "is_gone", "is_ready", "num_pins", "slot")
 
     def __init__(self, extent: Extent, slot: int, *, is_copy: bool, is_ready: bool) -> None:
         self.extent = extent
@@ -36,6 +44,8 @@ class Held:
         self.is_copy = is_copy
         self.is_ready = is_ready
         """Whether it is written."""
+        self.is_found = False
+        """It is in the folder, and cannot be read until all that was found with it has its slots."""
         self.is_gone = False
         self.num_pins = 0
         self.children: dict[BlockHash, None] = {}
@@ -83,6 +93,15 @@ class Tier:
         self._num_ready = 0
         self._removed: list[Extent] = []
         self._changes: list[Change] = []
+        self._to_drop: list[BlockHash] = []
+        """Dropped from the end on: what follows an extent comes behind it."""
+        self._to_hold: deque[Extent] = deque()
+        """Found, and without a slot yet."""
+        self._to_publish: list[Writing] = []
+        """Found, in slots; the one at the end can be read first."""
+        self._num_checked = 0
+        self.is_clearing = False
+        """All extents are being dropped."""
 
     def __len__(self) -> int:
         """Extents that can be read."""
@@ -178,36 +197,33 @@ class Tier:
         self._unpin(held)
         self.unpin(writing.before)
 
-    def add_found(self, extents: Iterable[Extent]) -> list[Extent]:
-        """Hold extents that were written before, the one that was written last at the end: what was written longest ago
-        goes first. Returns what cannot be held: out of reach because the extent before it cannot be read, beyond the
-        slots, or a second file of an extent."""
-        written_at: dict[BlockHash, int] = {}
-        below: dict[BlockHash, list[Extent]] = defaultdict(list)
+    # ------------------------------------------------------------ many at once
+
+    def add_found(self, extents: Iterable[Extent]) -> None:
+        """Hold extents that were written before, in the order of `found.arranged`. For `go_on`."""
+        self._to_hold.extend(extents)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `go_on` has something to do."""
+        return bool(self._to_drop or self._to_hold or self._to_publish)
+
+    def go_on(self, most: int) -> list[Extent]:
+        """Drop or take in so many extents at most. Returns what was found and cannot be held: out of reach because the
+        extent before it is gone, or beyond the slots."""
         left: list[Extent] = []
-        for number, extent in enumerate(extents):
-            if extent.key in written_at:
+        while most > 0 and self.can_go_on:
+            most -= 1
+            if self._to_drop:
+                self.drop(self._to_drop.pop())
+                if self.is_clearing:
+                    self._removed.clear()
+            elif self.is_clearing or not self._to_hold:
+                self._publish_found()
+            elif not self._hold_found(extent := self._to_hold.popleft()):
                 left.append(extent)
-            elif extent.key not in self._held:
-                written_at[extent.key] = number
-                below[extent.parent].append(extent)
-        level = deque(extent for parent in [NO_PARENT, *self.keys()] for extent in below.pop(parent, ()))
-        reached: list[Extent] = []
-        while level:
-            reached.append(extent := level.popleft())
-            level += below.pop(extent.key, ())
-        for extent in reversed(reached):  # A chain counts as written when its last extent was.
-            if extent.parent in written_at:
-                written_at[extent.parent] = max(written_at[extent.parent], written_at[extent.key])
-        reached.sort(key=lambda extent: -written_at[extent.key])
-        room = len(self._free) + self.num_slots - self._num_made
-        new = [self._hold_found(extent) for extent in reached[:room]]
-        for held in reversed(new):
-            self._order.add(held.slot, held.extent.tag)
-        new_keys = {held.extent.key for held in new}
-        for key in {held.extent.parent for held in new} - new_keys - {NO_PARENT}:
-            self.touch(self._chain_to(key), is_copy=False)
-        return left + reached[room:] + [extent for extents in below.values() for extent in extents]
+            self.is_clearing = self.is_clearing and bool(self._to_drop or self._to_publish)
+        return left
 
     # ------------------------------------------------------------ ends
 
@@ -216,16 +232,21 @@ class Tier:
         if (held := self._held.get(key)) is not None:
             self._remove(held)
 
+    def drop_all(self, keys: Iterable[BlockHash]) -> None:
+        """The same of many, by `go_on`."""
+        self._to_drop += keys
+
     def forget(self, tag: TenantTag) -> None:
-        """Drop all extents of a tenant."""
-        for key in [key for key, held in self._held.items() if held.extent.tag == tag]:
-            self.drop(key)
+        """Drop all extents of a tenant, by `go_on`."""
+        self.drop_all(key for key, held in self._held.items() if held.extent.tag == tag)
+        self._to_hold = deque(extent for extent in self._to_hold if extent.tag != tag)
 
     def clear(self) -> None:
-        """Drop all extents, of which nothing is known any more: `take_removed` does not have them."""
-        for key in list(self._held):
-            self.drop(key)
+        """Drop all extents, by `go_on`; nothing of them is known any more: `take_removed` does not have them."""
+        self._to_hold.clear()
+        self._to_drop = list(self._held)
         self._removed.clear()
+        self.is_clearing = bool(self._to_drop or self._to_publish)
 
     def take_removed(self) -> list[Extent]:
         """What is gone since the last call; where nobody wrote it, it may not be there."""
@@ -243,21 +264,37 @@ class Tier:
 
     # ------------------------------------------------------------ audit
 
-    def check_integrity(self) -> list[str]:
-        """Findings; empty when sound."""
-        problems = list(self._order.check_integrity())
-        place = {slot: number for number, slot in enumerate(self._order.blocks)}
-        for key, held in self._held.items():
+    def check_integrity(self, most: int = MOST_CHECKED) -> list[str]:
+        """Findings; empty when sound. Of a tier with more than `most` extents so many are looked at, others each
+        time."""
+        problems: list[str] = []
+        order, is_whole = self._order, len(self._by_slot) <= most
+        if is_whole:
+            problems += order.check_integrity() + self._check_slots()
+        next_out = {slot: number for number, slot in enumerate(islice(order.blocks, most))}
+        for slot, number in next_out.items():
+            above = self._held.get(self._by_slot[slot].extent.parent)
+            if above is not None and next_out.get(above.slot, number) < number:
+                problems.append("tier: an extent goes before one that follows it")
+        begin = 0 if is_whole or self._num_checked >= len(self._held) else self._num_checked
+        self._num_checked = begin + most
+        for key, held in islice(self._held.items(), begin, begin + most):
             parent = held.extent.parent
             above = self._held.get(parent)
             if parent and (above is None or key not in above.children):
                 problems.append("tier: an extent is held without the one before it")
-            if (held.slot in place) != (held.is_ready and not held.num_pins):
+            if (held.slot in order) != (held.is_ready and not held.num_pins):
                 problems.append("tier: an extent may be evicted that is not written or is pinned, or may not be")
-            if above is not None and above.slot in place and place[above.slot] < place.get(held.slot, len(place)):
-                problems.append("tier: an extent goes before one that follows it")
+            if above is not None and above.slot in order and held.slot not in order:
+                problems.append("tier: an extent may be evicted and one that follows it may not")
             if above is not None and above.is_copy and not held.is_copy:
                 problems.append("tier: an extent follows a copy and is none")
+            if self._by_slot.get(held.slot) is not held:
+                problems.append("tier: an extent is not in its slot")
+        return problems
+
+    def _check_slots(self) -> list[str]:
+        problems = []
         if sum(held.is_ready for held in self._held.values()) != self._num_ready:
             problems.append("tier: the number of written extents is wrong")
         if sorted([*self._free, *self._by_slot]) != list(range(self._num_made)) or self._num_made > self.num_slots:
@@ -279,16 +316,37 @@ class Tier:
             self._remove(self._by_slot[self._order.evict()])
         return self._free.pop()
 
-    def _hold_found(self, extent: Extent) -> Held:
+    def _hold_found(self, extent: Extent) -> bool:
+        """Whether an extent that was found is held, or is here already."""
+        key, parent = extent.key, extent.parent
+        if key in self._held:
+            return True
+        above = self._held.get(parent)
+        is_in_reach = not parent or (above is not None and (above.is_ready or above.is_found))
+        if not is_in_reach or not (self._free or self._num_made < self.num_slots):
+            return False
+        before = () if above is None or above.is_found else self.pin(self._chain_to(parent))
         slot = self._take_slot()
         assert slot is not None, "there is no slot for an extent that was found"
         held = Held(extent, slot, is_copy=False, is_ready=False)
-        self._held[extent.key] = self._by_slot[slot] = held
-        if extent.parent:
-            above = self._held[extent.parent]
-            above.children[extent.key] = None
-        self._ready(held)
-        return held
+        held.is_found, held.num_pins = True, 1
+        _keep(before)
+        if above is not None:
+            above.children[key] = None
+        self._held[key] = self._by_slot[slot] = held
+        self._to_publish.append(Writing(held, before))
+        return True
+
+    def _publish_found(self) -> None:
+        held, before = self._to_publish.pop()
+        held.is_found = False
+        if not held.is_gone and self.is_clearing:
+            self._remove(held)
+            self._removed.clear()
+        elif not held.is_gone:
+            self._ready(held)
+        self._unpin(held)
+        self.unpin(before)
 
     def _ready(self, held: Held) -> None:
         held.is_ready = True

@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from disagg.engine.commands import TierAnswer, TierFailed, TierForget, TierRead, TierScanned, TierWritten
+from disagg.engine.commands import (
+    TierAnswer,
+    TierFailed,
+    TierForget,
+    TierForgotten,
+    TierFull,
+    TierRead,
+    TierScanned,
+    TierWritten,
+)
 from disagg.engine.config import TierOptions, WorkerConfig
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import ModelRunner
@@ -139,13 +148,13 @@ class Tiers:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether `turn` would go on with a load."""
-        return self._loading.can_go_on
+        """Whether `turn` would go on with a load, or with what was found in the folder."""
+        return self._loading.can_go_on or self._store.can_go_on
 
     @property
     def due_at(self) -> float:
         """When `turn` must be called, also where there is no step to compute; infinite for never."""
-        due = min(self._loading.due_at, self._store.scan_at)
+        due = min(self._loading.due_at, self._store.due_at)
         if self._may_write():
             due = min(due, self._queue.due_at(is_decoding=False))
         return due
@@ -155,6 +164,8 @@ class Tiers:
         self._now = now
         self._store.note_time(now)
         self._store.look_again(now)
+        if self._store.can_go_on:
+            self._store.go_on(is_running=bool(self._scheduler.running))
         num_begun = self._loading.advance(now) if len(self._loading) else 0
         if self._may_write() and now >= self._queue.due_at(is_decoding=bool(self._scheduler.running)):
             self._write(now)
@@ -162,15 +173,21 @@ class Tiers:
 
     def handle(self, answer: TierAnswer, now: float) -> None:
         """An answer of the thread of the files, or an order of an operator."""
+        self._store.note_time(now)
         match answer:
-            case TierWritten(number, ok):
-                self._store.written(number, ok=ok)
+            case TierWritten(number, ok, ms, cpu_ms):
+                self._store.written(number, ok=ok, ms=ms)
+                self._queue.took(cpu_ms, now)
             case TierRead(number, ok, ms):
                 self._store.answered(number, ok=ok, ms=ms, now=now)
-            case TierScanned(extents):
-                self._store.scanned(extents, now)
-            case TierFailed(reason):
-                self._store.folder_failed(reason, now)
+            case TierScanned(extents, gone, is_whole):
+                self._store.scanned(extents, gone, now, is_whole=is_whole)
+            case TierFailed(reason, of_scan):
+                self._store.folder_failed(reason, now, of_scan=of_scan)
+            case TierFull(reason):
+                self._store.folder_full(reason, now)
+            case TierForgotten(tag, ok):
+                self._store.forgotten(tag, ok=ok)
             case TierForget(tag):
                 self._queue.forget(tag)
                 self._store.forget(tag)
@@ -206,7 +223,7 @@ class Tiers:
 
     @property
     def num_dropped(self) -> int:
-        """Extents that were to be written and were not, because their blocks were needed first."""
+        """Extents that were to be written and were not: their blocks were needed first, or there was no place."""
         return self._queue.num_dropped
 
     def check_integrity(self) -> list[str]:

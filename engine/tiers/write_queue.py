@@ -1,7 +1,8 @@
 """Extents that wait to be written, and when the next one may be. Pure.
 
 Writes take time between two steps, so they are made in time that nobody waits for: no prompt waits or is computed. At
-most `bytes_per_s` are written, and while sequences decode at most a twentieth of the time is spent on it.
+most `bytes_per_s` are written, and while sequences decode at most a twentieth of the time is spent on it: of the engine
+for the copy, and of a processor for the file.
 
 Nothing is kept for a write: an extent whose blocks were needed by others in the meantime is not written, and counted.
 """
@@ -59,6 +60,10 @@ class WriteQueue:
         """A write was made at `now`; the engine was held up for `ms` milliseconds."""
         self._next_at = max(self._next_at, now) + num_bytes / self._bytes_per_s
         self._beside_decodes_at = now + ms / 1e3 / SHARE_BESIDE_DECODES
+
+    def took(self, cpu_ms: float, now: float) -> None:
+        """A file was written by `now`, which took a processor so many milliseconds beside the engine."""
+        self._beside_decodes_at = max(self._beside_decodes_at, now) + cpu_ms / 1e3 / SHARE_BESIDE_DECODES
 
     def forget(self, tag: bytes) -> None:
         """Drop what a tenant's chains have here."""

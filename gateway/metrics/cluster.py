@@ -302,7 +302,7 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         ),
         (
             "disagg_kv_tier_dropped_extents",
-            "Extents that a worker was to write to a tier and did not, because their blocks were needed first.",
+            "Extents that were to be written to a tier and were not: their blocks were needed, or there was no place.",
             "dropped_extents",
         ),
         ("disagg_engine_output_tokens", "Tokens that a worker sampled.", "output_tokens"),
@@ -355,7 +355,7 @@ def _tiers(view: ClusterView) -> Iterator[Metric]:
         yield gauge(name, text, labels, [(values, getattr(tier, field)) for values, tier in present])
     yield gauge(
         "disagg_kv_tier_on",
-        "Whether a worker uses a tier (1), or has turned it off because it failed (0).",
+        "Whether a worker uses a tier (1), or does not because it failed, is full or was not read yet (0).",
         labels,
         [(values, int(not tier.off_reason)) for values, tier in present],
     )

@@ -59,7 +59,8 @@ def notes_on(
     }
     note = note_of_target(None if tpot_slo_s is None else 1e3 * tpot_slo_s, steps)
     tiers = [
-        f"{worker.info.worker_id}: its {tier.name} tier of KV is off: {tier.off_reason}"
+        f"{worker.info.worker_id}: its {tier.name} tier of KV is "
+        f"{'only read' if tier.extent_ms else 'off'}: {tier.off_reason}"
         for worker in workers
         if (metrics := counters.get(worker.info.worker_id)) is not None
         for tier in metrics.tiers

@@ -247,7 +247,7 @@ class Worker:
         self._has_preempted = load.num_preempted > 0
         self.refused_blocks = math.inf
         if report.metrics is not None and report.metrics.tiers:
-            self.extent_ms = {tier.name: tier.extent_ms for tier in report.metrics.tiers if not tier.off_reason}
+            self.extent_ms = {tier.name: tier.extent_ms for tier in report.metrics.tiers if tier.extent_ms}
         for sample in report.steps:
             self.model.observe(sample)
             self.is_measured = True

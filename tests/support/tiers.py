@@ -6,13 +6,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from disagg.engine.commands import Add, Event, TierAnswer, TierFailed, TierRead, TierScanned, TierWritten
+from disagg.engine.commands import (
+    Add,
+    Event,
+    TierAnswer,
+    TierFailed,
+    TierForgotten,
+    TierRead,
+    TierScanned,
+    TierWritten,
+)
 from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepResult
 from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.engine.tiers.extents import Extent
+from disagg.engine.tiers.found import arranged
 from disagg.engine.tiers.store import DiskPort, TierParts
 from disagg.proto.messages import SequenceSpec, StepSample
 from tests.support.engine import BLOCK, VOCAB_SIZE, assert_sound, token_ids_of
@@ -22,7 +32,9 @@ FAKE_EXTENT_BYTES = 128 * 8
 
 
 class PlayedDisk(DiskPort):
-    """A folder in memory. Orders wait until `carry_out`."""
+    """A folder in memory, which may have so many files. Orders wait until `carry_out`."""
+
+    most = 1024
 
     def __init__(self, files: dict[Extent, bytes] | None = None) -> None:
         self.files: dict[Extent, bytes] = {} if files is None else files
@@ -39,8 +51,11 @@ class PlayedDisk(DiskPort):
     def has_room(self) -> bool:
         return True
 
-    def scan(self) -> None:
-        self.orders.append(lambda: self._failed() or [TierScanned(tuple(self.files))])
+    def scan(self, *, anew: bool) -> None:
+        self.orders.append(self._scan)
+
+    def forget(self, tag: bytes) -> None:
+        self.orders.append(lambda: self._forget(tag))
 
     def write(self, number: int, extent: Extent, payload: Buffer) -> None:
         self.orders.append(lambda: self._write(number, extent, payload))
@@ -60,8 +75,23 @@ class PlayedDisk(DiskPort):
             answers += self.orders.popleft()()
         return answers
 
-    def _failed(self) -> list[TierAnswer]:
-        return [TierFailed(self.error)] if self.error else []
+    def _failed(self, *, of_scan: bool = False) -> list[TierAnswer]:
+        return [TierFailed(self.error, of_scan)] if self.error else []
+
+    def _scan(self) -> list[TierAnswer]:
+        if self.error:
+            return self._failed(of_scan=True)
+        found = arranged(self.files, self.most)
+        for extent in found.left:
+            del self.files[extent]
+        return [TierScanned(found.extents)]
+
+    def _forget(self, tag: bytes) -> list[TierAnswer]:
+        if self.error:
+            return [TierForgotten(tag, False), *self._failed()]
+        for extent in [extent for extent in self.files if extent.tag == tag]:
+            del self.files[extent]
+        return [TierForgotten(tag, True)]
 
     def _write(self, number: int, extent: Extent, payload: Buffer) -> list[TierAnswer]:
         if self.error:
@@ -93,8 +123,14 @@ class FileDisk(PlayedDisk):
         super().__init__()
         self._real = files
 
-    def scan(self) -> None:
-        self.orders.append(lambda: [TierScanned(tuple(self._real.scan()))])
+    def _scan(self) -> list[TierAnswer]:
+        found = arranged(self._real.scan(self.most).extents, self.most)
+        self._real.delete(found.left)
+        return [TierScanned(found.extents)]
+
+    def _forget(self, tag: bytes) -> list[TierAnswer]:
+        self._real.forget(tag)
+        return [TierForgotten(tag, True)]
 
     def _write(self, number: int, extent: Extent, payload: Buffer) -> list[TierAnswer]:
         self._real.write(extent, payload)

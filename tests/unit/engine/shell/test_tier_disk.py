@@ -11,13 +11,24 @@ from pathlib import Path
 import pytest
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.commands import TierAnswer, TierFailed, TierRead, TierScanned, TierWritten
+from disagg.engine.commands import (
+    TierAnswer,
+    TierFailed,
+    TierForgotten,
+    TierFull,
+    TierRead,
+    TierScanned,
+    TierWritten,
+)
 from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer
 from disagg.engine.shell.extent_files import ExtentFiles
-from disagg.engine.shell.tier_disk import MOST_WRITES, TierDisk, open_tier_disk
-from disagg.engine.tiers.extents import Extent
+from disagg.engine.shell.tier_disk import TierDisk, open_tier_disk
+from disagg.engine.tiers.extent_file import file_name
+from disagg.engine.tiers.extents import NO_PARENT, Extent
+from disagg.engine.tiers.store import MOST_WRITES
+from disagg.proto.ids import BlockHash
 from tests.unit.engine.tiers.test_extent_file import FIRST, SECOND, format_of, payload
 
 WAIT_S = 10.0
@@ -26,13 +37,20 @@ WAIT_S = 10.0
 class Answers:
     """A disk tier and what it answered."""
 
-    def __init__(self, files: ExtentFiles) -> None:
-        self.disk = TierDisk(files)
+    def __init__(self, files: ExtentFiles, most_files: int = 64, *, is_shared: bool = False) -> None:
+        self.disk = TierDisk(files, most_files, is_shared=is_shared)
         self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
         self.disk.start(self._answers.put)
 
     def next(self) -> TierAnswer:
         return self._answers.get(timeout=WAIT_S)
+
+    def next_written(self) -> tuple[int, bool]:
+        """Number and result of a write, which took some time."""
+        answer = self.next()
+        assert isinstance(answer, TierWritten)
+        assert min(answer.ms, answer.cpu_ms) >= 0.0
+        return answer.number, answer.ok
 
     def next_read(self) -> tuple[int, bool]:
         """Number and result of a read, which took some time."""
@@ -57,14 +75,14 @@ def answers(files: ExtentFiles) -> Iterator[Answers]:
 
 
 def test_orders_are_answered(answers: Answers) -> None:
-    answers.disk.scan()
+    answers.disk.scan(anew=True)
     assert answers.next() == TierScanned(())
     answers.disk.write(1, FIRST, payload())
-    assert answers.next() == TierWritten(1, True)
+    assert answers.next_written() == (1, True)
     answers.disk.read(2, FIRST, payload(0))
     assert answers.next_read() == (2, True)
     answers.disk.delete([FIRST])
-    answers.disk.scan()
+    answers.disk.scan(anew=True)
     assert answers.next() == TierScanned(())
     answers.disk.read(3, FIRST, payload())
     assert answers.next_read() == (3, False)
@@ -76,9 +94,82 @@ def test_a_damaged_file_is_no_fault_of_the_folder(answers: Answers, tmp_path: Pa
     (path,) = tmp_path.rglob("*.kv")
     path.write_bytes(b"x" * path.stat().st_size)
     answers.disk.read(2, FIRST, payload())
-    answers.disk.scan()
+    answers.disk.scan(anew=True)
     assert answers.next_read() == (2, False)
     assert answers.next() == TierScanned((FIRST,))
+
+
+def extents_of(number: int) -> list[Extent]:
+    """Extents that begin so many chains."""
+    return [Extent(BlockHash(bytes([each]) * 16), NO_PARENT) for each in range(number)]
+
+
+def test_a_shared_folder_has_no_more_files_than_one_worker_may_keep(tmp_path: Path) -> None:
+    """Two workers write to it, two files each, of the three that it may have."""
+    many, opened = extents_of(4), [ExtentFiles(tmp_path, format_of(), is_shared=True) for _ in range(2)]
+    for each in opened:
+        each.open()
+    first, second = [Answers(each, 3, is_shared=True) for each in opened]
+    for number, extent in enumerate(many):
+        answers = first if number < 2 else second
+        answers.disk.write(number, extent, payload())
+        assert answers.next_written() == (number, True)
+        (path,) = tmp_path.rglob(file_name(extent))
+        os.utime(path, (number, number))
+    first.disk.read(9, many[0], payload(0))  # from now on it is the one that was used last
+    assert first.next_read() == (9, True)
+    first.disk.scan(anew=False)
+    assert first.next() == TierScanned((many[3], many[2]), (many[1].key,))
+    assert len(list(tmp_path.rglob("*.kv"))) == 3
+    second.disk.scan(anew=False)
+    assert second.next() == TierScanned((many[0],), ())
+    second.disk.scan(anew=True)
+    assert second.next() == TierScanned((many[0], many[3], many[2]), ())
+    assert first.disk.stop(WAIT_S)
+    assert second.disk.stop(WAIT_S)
+
+
+def test_what_is_in_no_chain_is_left_in_a_shared_folder_that_is_not_full(tmp_path: Path) -> None:
+    files = ExtentFiles(tmp_path, format_of(), is_shared=True)
+    files.open()
+    answers = Answers(files, 4, is_shared=True)
+    answers.disk.write(1, SECOND, payload())
+    answers.next_written()
+    answers.disk.scan(anew=True)
+    assert answers.next() == TierScanned((), (), is_whole=True)
+    assert len(list(tmp_path.rglob("*.kv"))) == 1
+    assert answers.disk.stop(WAIT_S)
+
+
+def test_a_scan_looks_at_so_many_files_and_says_that_there_are_more(
+    files: ExtentFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    for extent in extents_of(7):
+        files.write(extent, payload())
+    answers = Answers(files, 2)
+    answers.disk.scan(anew=True)
+    scanned = answers.next()
+    assert isinstance(scanned, TierScanned)
+    assert (len(scanned.extents), scanned.is_whole) == (2, False)
+    assert len(list(files.folder.rglob("*.kv"))) == 7 - 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{files.folder} has more than 2 files of KV; the others are looked at later"
+    ]
+    answers.disk.scan(anew=False)
+    scanned = answers.next()
+    assert isinstance(scanned, TierScanned)
+    assert scanned.is_whole
+    assert len(list(files.folder.rglob("*.kv"))) == 2
+    assert answers.disk.stop(WAIT_S)
+
+
+def test_all_files_of_a_tenant_are_deleted_whether_they_are_known_or_not(answers: Answers, tmp_path: Path) -> None:
+    answers.disk.write(1, FIRST, payload())
+    answers.disk.write(2, SECOND, payload())
+    answers.disk.forget(SECOND.tag)
+    assert [answers.next_written(), answers.next_written()] == [(1, True), (2, True)]
+    assert answers.next() == TierForgotten(SECOND.tag, True)
+    assert [path.name for path in tmp_path.rglob("*.kv")] == [file_name(FIRST)]
 
 
 class FullFiles(ExtentFiles):
@@ -94,7 +185,7 @@ class FullFiles(ExtentFiles):
 def test_a_folder_that_fails_says_why(tmp_path: Path) -> None:
     answers = Answers(FullFiles(tmp_path / "own", format_of(), is_shared=False))
     answers.disk.write(1, FIRST, payload())
-    assert [answers.next(), answers.next()] == [TierWritten(1, False), TierFailed("No space left on device")]
+    assert (answers.next_written(), answers.next()) == ((1, False), TierFull("No space left on device"))
     answers.disk.read(2, SECOND, payload())
     assert [answers.next(), answers.next()] == [TierRead(2, False), TierFailed("Input/output error")]
     assert answers.disk.stop(WAIT_S)
@@ -113,7 +204,7 @@ def test_the_thread_outlives_every_error(tmp_path: Path) -> None:
     answers = Answers(files)
     answers.disk.read(1, FIRST, payload())
     assert [answers.next(), answers.next()] == [TierRead(1, False), TierFailed("MemoryError")]
-    answers.disk.scan()
+    answers.disk.scan(anew=True)
     assert answers.next() == TierScanned(())
     assert answers.disk.stop(WAIT_S)
 
@@ -123,13 +214,13 @@ def test_a_folder_that_others_may_read_is_logged_once(
 ) -> None:
     files.folder.chmod(0o755)
     for _ in range(2):
-        answers.disk.scan()
-        assert answers.next() == TierFailed("the folder is not this worker's alone")
+        answers.disk.scan(anew=True)
+        assert answers.next() == TierFailed("the folder is not this worker's alone", of_scan=True)
     assert len(caplog.records) == 1
 
 
 def test_so_many_writes_wait_at_a_time(files: ExtentFiles) -> None:
-    disk = TierDisk(files)
+    disk = TierDisk(files, 64)
     for number in range(MOST_WRITES):
         assert disk.has_room
         disk.write(number, FIRST, payload())

@@ -64,13 +64,13 @@ def test_what_was_written_is_read_and_found_by_the_next_process(tmp_path: Path) 
     files.write(SECOND, payload(2))
     files.close()
     files = files_in(tmp_path / "own")
-    assert set(files.scan()) == {FIRST, SECOND}
+    assert set(files.scan(64).extents) == {FIRST, SECOND}
     out = payload(0)
     assert files.read(SECOND, out) == ""
     assert out.tolist() == payload(2).tolist()
     assert files.read(Extent(BlockHash(b"c" * 16), NO_PARENT), out) == GONE
     files.delete([FIRST, FIRST])
-    assert files.scan() == [SECOND]
+    assert files.scan(64).extents == [SECOND]
     files.close()
 
 
@@ -117,7 +117,7 @@ def test_a_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
     files.write(FIRST, payload())
     files.close()
     files = files_in(tmp_path / "own")
-    assert files.scan() == [FIRST]
+    assert files.scan(64).extents == [FIRST]
     assert files.read(FIRST, payload()) == "another checksum"
     files.close()
 
@@ -128,7 +128,7 @@ def test_files_of_another_model_are_removed_from_an_own_folder_only(tmp_path: Pa
         before.write(FIRST, payload())
         before.close()
         files = files_in(tmp_path / name, is_shared=is_shared)
-        assert files.scan() == []
+        assert files.scan(64).extents == []
         files.close()
     assert [path.parts[-3] for path in tmp_path.rglob("*.kv")] == ["shared"]
 
@@ -141,7 +141,7 @@ def test_leftovers_are_removed_and_what_is_not_ours_is_left_alone(tmp_path: Path
     (folder / "strange.kv").write_bytes(b"?")
     (folder / "readme").write_bytes(b"theirs")
     (tmp_path / "own" / "photos").mkdir()
-    assert files.scan() == [FIRST]
+    assert files.scan(64).extents == [FIRST]
     assert {path.name for path in folder.iterdir()} == {file_name(FIRST), "readme"}
     assert (tmp_path / "own" / "photos").is_dir()
     files.close()
@@ -166,7 +166,23 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     files_in(tmp_path / "own").close()
     with_others = [files_in(tmp_path / "shared", is_shared=True) for _ in range(2)]
     with_others[0].write(FIRST, payload())
-    assert with_others[1].scan() == [FIRST]
+    assert with_others[1].scan(64).extents == [FIRST]
+
+
+def test_a_worker_waits_for_the_end_of_its_last_process(tmp_path: Path) -> None:
+    last, waited = files_in(tmp_path / "own"), list[float]()
+
+    def ends(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            last.close()
+
+    files = ExtentFiles(tmp_path / "own", format_of(), is_shared=False)
+    files.open(1.0, ends)
+    with pytest.raises(ConfigError, match="used by another worker"):
+        ExtentFiles(tmp_path / "own", format_of(), is_shared=False).open(0.35, waited.append)
+    assert waited == [0.1] * (3 + 4)
+    files.close()
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
@@ -182,7 +198,7 @@ def test_a_full_disk_does_not_keep_a_worker_from_starting(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "mkdir", is_full)
     files = files_in(tmp_path / "own")
     with pytest.raises(OSError, match="No space left"):
-        files.scan()
+        files.scan(64)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -199,7 +215,7 @@ def test_a_file_system_that_became_read_only_does_not_keep_a_worker_from_startin
     monkeypatch.setattr(os, "statvfs", lambda path: read_only)
     files = files_in(tmp_path / "own", is_shared=is_shared)
     with pytest.raises(OSError, match="Read-only file system"):
-        files.scan()
+        files.scan(64)
     files.close()
 
 
@@ -228,7 +244,7 @@ def test_only_files_of_extents_are_removed_with_another_model(tmp_path: Path) ->
         (folder / "photo").write_bytes(b"theirs")
         (folder / file_name(FIRST)).write_bytes(b"old")
     (tmp_path / "own" / ("1" * 32)).symlink_to(cache)
-    assert files.scan() == []
+    assert files.scan(64).extents == []
     assert sorted(path.name for path in other.iterdir()) == ["photo"]
     assert sorted(path.name for path in cache.iterdir()) == sorted([file_name(FIRST), "photo"])
     files.close()
@@ -254,9 +270,9 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
     with pytest.raises(FileNotFoundError):
         files.write(FIRST, payload())
-    assert files.scan() == []
+    assert files.scan(64).extents == []
     files.write(FIRST, payload())
-    assert files.scan() == [FIRST]
+    assert files.scan(64).extents == [FIRST]
     with pytest.raises(ConfigError, match="used by another worker"):
         files_in(tmp_path / "own")
     files.close()

@@ -6,14 +6,15 @@ import random
 
 import pytest
 
-from disagg.engine.commands import Release, TierAnswer, TierFailed, TierForget, TierWritten
+from disagg.engine.commands import Release, TierAnswer, TierForget, TierFull, TierScanned, TierWritten
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer
 from disagg.engine.tiers.extents import Extent, extent_keys
+from disagg.engine.tiers.folder import SCANNED_AGAIN_S, SILENT_S, TRIED_AGAIN_S
 from disagg.engine.tiers.loading import LEAST_S, MOST_BESIDE_OTHERS
-from disagg.engine.tiers.store import LEFT_FOR_READS, MAX_STAGING, SCANNED_AGAIN_S, TRIED_AGAIN_S
+from disagg.engine.tiers.store import LEFT_FOR_READS, MAX_STAGING
 from disagg.engine.tiers.tiers import check_tiers
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import SequenceSpec, StepSample
@@ -308,7 +309,7 @@ class SmallDisk(PlayedDisk):
 
     def _write(self, number: int, extent: Extent, payload: Buffer) -> list[TierAnswer]:
         if len(self.files) >= self.most:
-            return [TierWritten(number, False), TierFailed("No space left on device")]
+            return [TierWritten(number, False), TierFull("No space left on device")]
         return super()._write(number, extent, payload)
 
 
@@ -387,8 +388,35 @@ class TestWrites:
         assert [tier.held_bytes for tier in worker.core.totals().tiers] == [0, 0]
         assert disk.files == {}
 
+    def test_forget_deletes_files_when_a_folder_that_failed_is_good_again(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=16, disk=disk)
+        worker.run(prompt_of("a"))
+        disk.error = "Input/output error"
+        worker.run(prompt_of("b"))
+        worker.core.handle(TierForget(b""), worker.now)
+        worker.settle()
+        assert len(disk.files) == 2
+        disk.error = ""
+        worker.now += TRIED_AGAIN_S
+        worker.settle()
+        (counts,) = worker.core.totals().tiers
+        assert (counts.off_reason, counts.held_bytes, disk.files) == ("", 0, {})
+        assert_idle(worker.core)
+
 
 class TestSharedFolders:
+    def test_what_others_deleted_is_not_counted_on(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=16, disk=disk, is_shared=True)
+        worker.run(prompt_of("a"))
+        last = next(extent for extent in disk.files if extent.parent)
+        disk.orders.append(lambda: [TierScanned((), (last.key,))])
+        worker.now += SCANNED_AGAIN_S - 1.0
+        worker.answer()
+        worker.step()
+        assert worker.core.totals().tiers[0].held_bytes == FAKE_EXTENT_BYTES
+
     def test_what_others_wrote_is_found_and_what_is_damaged_is_left_to_them(self) -> None:
         disk = PlayedDisk()
         first = TierWorker(disk_extents=16, disk=disk, is_shared=True)
@@ -426,6 +454,14 @@ class TestSharedFolders:
         assert worker.core.totals().loaded_tokens - loaded == MOST_BESIDE_OTHERS * 128
 
 
+class NarrowDisk(PlayedDisk):
+    """Takes two orders at a time."""
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.orders) < 2
+
+
 class TestFaults:
     def test_a_folder_that_fails_turns_the_tier_off_until_it_is_good_again(self) -> None:
         disk = PlayedDisk()
@@ -441,25 +477,62 @@ class TestFaults:
         assert worker.core.totals().tiers[0].off_reason == ""
         assert worker.core.totals().tiers[0].held_bytes == 2 * FAKE_EXTENT_BYTES
 
-    def test_a_disk_that_stays_full_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Files can be read at each try, and the next write fails."""
-        caplog.set_level("INFO", "disagg.engine.tiers.store")
+    def test_a_full_disk_is_read_and_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Each write fails; what is there is loaded."""
+        caplog.set_level("INFO", "disagg.engine.tiers.folder")
         disk = SmallDisk()
-        disk.most = 0
         worker = TierWorker(disk_extents=32, disk=disk)
-        for name in "abc":
-            worker.run(prompt_of(name))
-            assert worker.core.totals().tiers[0].off_reason == "No space left on device"
+        cold(worker, prompt_of("a"))
+        for number in range(2):
+            assert worker.core.totals().tiers[0].off_reason == "no file is written: No space left on device"
+            assert worker.run(prompt_of(f"a{number}")) == expected(prompt_of("a"))
+            assert end_of(worker.events, f"a{number}").cached_tokens == 256
             worker.now += TRIED_AGAIN_S
-            worker.settle()
-            assert worker.core.totals().tiers[0].off_reason == ""
+            worker.run(prompt_of(chr(ord("k") + number)))
+            worker.run(prompt_of(chr(ord("p") + number)))
         disk.most = 32
+        worker.now += TRIED_AGAIN_S
         worker.run(prompt_of("d"))
+        assert worker.core.totals().tiers[0].off_reason == ""
         texts = [record.getMessage() for record in caplog.records]
         assert texts == [
-            "the disk tier of the KV is off: No space left on device; it is tried again every 30 s",
+            "no file of KV is written to the disk tier: No space left on device; it is tried again every 30 s",
             "the disk tier of the KV is on again, a file was written to it",
         ]
+
+    def test_a_disk_that_does_not_answer_keeps_nothing_from_host_memory(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "disagg.engine.tiers.folder")
+        disk = NarrowDisk()
+        worker = TierWorker(host_extents=32, disk_extents=32, disk=disk, num_blocks=96)
+        worker.run(prompt_of("a"))
+        for name in "bcd":  # what is written of them is not answered
+            worker.add(prompt_of(name))
+            for _ in range(60):
+                worker.step()
+        num_written = worker.core.totals().tiers[0].written_extents
+        due = worker.core.next_deadline
+        assert due is not None
+        assert 0.0 < due - worker.now <= SILENT_S
+        worker.now = due
+        worker.step()
+        assert worker.core.totals().tiers[1].off_reason == "no answer since 23:59:50 UTC"
+        assert num_written == 4
+        for _ in range(10):
+            worker.step()
+        assert worker.core.totals().tiers[0].written_extents == 8
+        num_orders = len(disk.orders)
+        worker.now += 1000.0
+        for _ in range(10):
+            worker.step()
+        assert len(disk.orders) == num_orders
+        worker.settle()
+        folder = worker.core.totals().tiers[1]
+        assert (folder.off_reason, folder.held_bytes) == ("", 4 * FAKE_EXTENT_BYTES)
+        assert [record.getMessage() for record in caplog.records] == [
+            "the disk tier of the KV is off: no answer since 23:59:50 UTC; it is on again when the disk answers",
+            "the disk tier of the KV is on again, the disk answers",
+        ]
+        assert_idle(worker.core)
 
     def test_a_read_that_fails_is_computed(self) -> None:
         disk = PlayedDisk()

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from disagg.engine.tiers.extents import NO_PARENT, Extent
+from disagg.engine.tiers.found import Found, arranged
 from disagg.engine.tiers.tier import Change, Pins, Tier, Writing
 from disagg.proto.ids import BlockHash
 
@@ -91,6 +92,7 @@ def test_forget_takes_all_of_a_tenant_and_nothing_else() -> None:
     write(tier, chain("a", 2), tag=b"one")
     write(tier, chain("b", 1), tag=b"two")
     tier.forget(b"one")
+    tier.go_on(2)
     assert tier.keys() == chain("b", 1)
     assert {extent.key for extent in tier.take_removed()} == set(chain("a", 2))
     assert tier.check_integrity() == []
@@ -140,14 +142,28 @@ def test_an_extent_that_is_dropped_while_it_is_read_frees_its_slot_with_the_last
     write(tier, chain("b", 1))
 
 
+def chain_of(*keys: BlockHash) -> list[Extent]:
+    """The extents of a chain without a tenant."""
+    return [Extent(each, parent) for each, parent in zip(keys, (NO_PARENT, *keys), strict=False)]
+
+
+def take_in(tier: Tier, extents: list[Extent]) -> list[Extent]:
+    """What a folder has, the one that was used last at the end; what has no place."""
+    tier.add_found(arranged(extents, len(extents)).extents)
+    left = tier.go_on(2 * len(extents))
+    assert not tier.can_go_on
+    assert tier.check_integrity() == []
+    return left
+
+
 def test_what_a_folder_has_is_held_where_it_can_be_reached() -> None:
     tier = Tier(3)
     a, b = chain("a", 3), chain("b", 2)
     found = [Extent(a[1], a[0], b"t"), Extent(b[1], b[0]), Extent(a[0], NO_PARENT, b"t"), Extent(a[2], a[1], b"t")]
-    left = tier.add_found(found)
-    assert (tier.num_held(a), left) == (3, [Extent(b[1], b[0])])
-    assert tier.check_integrity() == []
-    assert tier.add_found([Extent(b[0], NO_PARENT)]) == [Extent(b[0], NO_PARENT)]
+    assert arranged(found, 4) == Found((found[2], found[0], found[3]), (found[1],))
+    assert take_in(tier, found) == []
+    assert tier.num_held(a) == 3
+    assert take_in(tier, [Extent(b[0], NO_PARENT)]) == [Extent(b[0], NO_PARENT)]
     write(tier, chain("c", 1))
     assert tier.num_held(a) == 2
 
@@ -156,29 +172,33 @@ def test_of_what_a_folder_has_the_chain_that_was_written_longest_ago_goes_first(
     a, b, c = chain("a", 2), chain("b", 1), chain("c", 1)
     found = [Extent(a[0], NO_PARENT), Extent(b[0], NO_PARENT), Extent(c[0], NO_PARENT), Extent(a[1], a[0])]
     tier = Tier(4)
-    assert tier.add_found(found) == []
+    assert take_in(tier, found) == []
     write(tier, chain("d", 1))
     assert [tier.num_held(keys) for keys in (a, b, c)] == [2, 0, 1]
     write(tier, chain("e", 1))
     assert [tier.num_held(keys) for keys in (a, b, c)] == [2, 0, 0]
 
 
-def test_of_what_a_folder_has_beyond_the_slots_the_chains_that_were_written_last_are_held() -> None:
+def test_of_what_a_folder_has_beyond_the_most_the_chains_that_were_written_last_are_held() -> None:
     a, b = chain("a", 3), chain("b", 1)
-    tier = Tier(2)
-    found = [Extent(b[0], NO_PARENT), *(Extent(k, p) for k, p in zip(a, (NO_PARENT, *a), strict=False))]
-    assert tier.add_found(found) == [Extent(a[2], a[1]), Extent(b[0], NO_PARENT)]
-    assert (tier.num_held(a), tier.num_held(b)) == (2, 0)
-    assert tier.check_integrity() == []
+    found = [*chain_of(*b), *chain_of(*a)]
+    assert arranged(found, 2) == Found(tuple(chain_of(*a)[:2]), (found[0], found[3]))
+
+
+def test_what_is_useful_least_is_deleted_first() -> None:
+    """Out of reach before the chain that was used longest ago, and of that its tail."""
+    a, b, lost = chain("a", 2), chain("b", 2), chain("lost", 2)
+    found = [*chain_of(*a), *chain_of(*lost)[1:], *chain_of(*b)]
+    assert arranged(found, 1).left == (found[2], found[1], found[0], found[4])
 
 
 def test_a_second_file_of_an_extent_is_not_held() -> None:
     """Whatever its name says of tenant and parent; only the content of a file can tell which one is right."""
     a, b = chain("a", 1), chain("b", 1)
-    tier = Tier(2)
     second = Extent(a[0], NO_PARENT, b"another")
-    assert tier.add_found([Extent(a[0], NO_PARENT), second, Extent(b[0], NO_PARENT)]) == [second]
-    assert tier.check_integrity() == []
+    assert arranged([*chain_of(*a), second, *chain_of(*b)], 3).left == (second,)
+    tier = Tier(2)
+    take_in(tier, [*chain_of(*a), second, *chain_of(*b)])
     tier.drop(a[0])
     write(tier, chain("c", 2))
     assert tier.keys() == chain("c", 2)
@@ -187,10 +207,66 @@ def test_a_second_file_of_an_extent_is_not_held() -> None:
 def test_what_others_added_to_a_shared_folder_follows_what_was_there() -> None:
     tier = Tier(3)
     a = chain("a", 2)
-    tier.add_found([Extent(a[0], NO_PARENT)])
-    assert tier.add_found([Extent(a[0], NO_PARENT), Extent(a[1], a[0])]) == []
+    take_in(tier, chain_of(*a)[:1])
+    tier.add_found(chain_of(*a)[1:])
+    assert tier.go_on(2) == []
     assert tier.check_integrity() == []
     assert tier.num_held(a) == 2
+    write(tier, chain("b", 2))
+    assert (tier.num_held(a), tier.num_held(chain("b", 2))) == (1, 2)
+
+
+def test_many_are_taken_in_and_dropped_some_at_a_time() -> None:
+    """None can be read before all have slots, or what was used longest ago would go last."""
+    tier, keys = Tier(10), chain("a", 6)
+    tier.add_found(chain_of(*keys))
+    assert tier.go_on(5) == []
+    assert (len(tier), tier.drain_changes()) == (0, [])
+    tier.go_on(4)
+    assert tier.drain_changes() == [Change(each, True) for each in (keys[5], keys[4], keys[3])]
+    assert (tier.num_held(keys), tier.check_integrity()) == (0, [])
+    tier.go_on(100)
+    assert tier.num_held(keys) == 6
+    tier.drain_changes()
+    tier.clear()
+    assert (tier.is_clearing, len(tier)) == (True, 6)
+    tier.go_on(2)
+    assert tier.drain_changes() == [Change(each, False) for each in (keys[5], keys[4])]
+    tier.go_on(100)
+    assert (tier.is_clearing, tier.keys(), tier.take_removed()) == (False, (), [])
+    write(tier, keys)
+    assert tier.num_held(keys) == 6
+
+
+def test_a_folder_that_is_lost_while_it_is_taken_in_leaves_nothing() -> None:
+    tier, keys = Tier(10), chain("a", 6)
+    tier.add_found(chain_of(*keys))
+    tier.go_on(8)
+    tier.clear()
+    tier.add_found(chain_of(*chain("b", 2)))
+    tier.go_on(100)
+    assert (tier.keys(), tier.num_pinned) == (chain("b", 2), 0)
+    assert tier.check_integrity() == []
+
+
+def test_a_tenant_is_forgotten_while_it_is_taken_in() -> None:
+    tier, keys = Tier(10), chain("a", 4)
+    tier.add_found([extent._replace(tag=b"one") for extent in chain_of(*keys)])
+    tier.add_found([extent._replace(tag=b"two") for extent in chain_of(*chain("b", 1))])
+    tier.go_on(2)
+    tier.forget(b"one")
+    tier.go_on(100)
+    assert tier.keys() == chain("b", 1)
+    assert tier.check_integrity() == []
+
+
+def test_a_large_tier_is_checked_in_parts() -> None:
+    """A fault is found by the time that all of it was looked at."""
+    tier = Tier(20)
+    for number in range(10):
+        write(tier, chain(str(number), 2))
+    tier._held[key("70")].children.clear()
+    assert [bool(tier.check_integrity(most=5)) for _ in range(5)] == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -224,15 +300,19 @@ def test_it_stays_sound_whatever_is_done_with_it(seed: int) -> None:
             case 8 if draw.random() < 0.1:
                 tier.forget(tenant.encode())
             case 8 if draw.random() < 0.1:
-                tier.add_found([Extent(k, p, tenant.encode()) for k, p in zip(keys, (NO_PARENT, *keys), strict=False)])
+                tier.add_found([extent._replace(tag=tenant.encode()) for extent in chain_of(*keys)])
+            case 8 if draw.random() < 0.05:
+                tier.clear()
             case _:
                 pass
+        tier.go_on(draw.randrange(3))
         for change in tier.drain_changes():
             (announced.add if change.is_stored else announced.remove)(change.key)
         assert announced == set(tier.keys())
         assert tier.check_integrity() == []
         held = tier.num_held(keys)
-        assert not any(each in announced for each in keys[held:]), "what it holds of a chain is not its beginning"
+        if not tier.can_go_on:
+            assert not any(each in announced for each in keys[held:]), "what it holds of a chain is not its beginning"
     for writing in writings:
         tier.end_write(writing, ok=True)
     for pins in pinned:

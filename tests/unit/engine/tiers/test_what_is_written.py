@@ -78,6 +78,15 @@ class TestWriteQueue:
         assert queue.due_at(is_decoding=True) == pytest.approx(10.04)
         assert queue.due_at(is_decoding=False) == pytest.approx(10.0)
 
+    def test_the_time_of_the_thread_counts_too(self) -> None:
+        queue = WriteQueue(1e12)
+        queue.wrote(500, 2.0, now=10.0)
+        queue.took(1.0, now=10.01)
+        assert queue.due_at(is_decoding=True) == pytest.approx(10.04 + 0.02)
+        queue.took(1.0, now=20.0)
+        assert queue.due_at(is_decoding=True) == pytest.approx(20.02)
+        assert queue.due_at(is_decoding=False) == pytest.approx(10.0)
+
     def test_what_does_not_fit_is_counted(self) -> None:
         queue = WriteQueue(1e6)
         for number in range(MOST_WAITING + 2):
@@ -99,6 +108,14 @@ class TestLoadTimes:
         assert times.ms(0.0) == 5.0
         times.observe(13.0, now=1.0)
         assert times.ms(1.0) == 6.0
+
+    def test_a_write_tells_what_a_load_may_take_until_one_was_made(self) -> None:
+        times = LoadTimes(16.8)
+        times.assume(1.5)
+        assert times.ms(0.0) == 1.5
+        times.observe(2.5, now=1.0)
+        times.assume(0.5)
+        assert times.ms(1.0) == 2.5
 
     def test_a_slow_tier_is_tried_again_and_one_that_is_quick_again_counts_at_once(self) -> None:
         times = LoadTimes(1.0)

@@ -147,7 +147,7 @@ class TestPlacement:
         fleet, _ = fleet_of(1)
         fleet.report(report("c0", 0, snapshot(disk=KEYS)), 1.0)
         assert candidates(fleet)["c0"].fetch is None
-        off = TierCounts(name="disk", extent_ms=1.0, off_reason="No space left on device")
+        off = TierCounts(name="disk", extent_ms=0.0, off_reason="Input/output error")
         fleet.report(report("c0", 1, tiers=(off,)), 1.0)
         assert fleet.worker(WorkerId("c0")).extent_ms.get("disk", math.inf) == math.inf
 
