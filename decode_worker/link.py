@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 class LinkCallbacks:
     """Calls from a link to its role."""
 
-    on_offered: Callable[[PrefillLink, SequenceSpec], bool]
-    """An attempt was offered. If true, its engine events belong to the link until `on_over`; if false, this worker has
-    the attempt already, from elsewhere."""
+    on_offered: Callable[[PrefillLink, SequenceSpec, bool], bool]
+    """An attempt was offered, or (true) a prefix. If true, its engine events belong to the link until `on_over`; if
+    false, this worker has the attempt already, from elsewhere, or did not ask for the prefix."""
     on_over: Callable[[PrefillLink, ReceiveOver], None]
     on_gone: Callable[[PrefillLink], None]
     """Called when the link holds nothing any more, except what the engine still copies."""
@@ -166,10 +166,10 @@ class PrefillLink(PairLink):
 
     # ------------------------------------------------------------ ReceiverIo
 
-    def on_offered(self, spec: SequenceSpec) -> bool:
+    def on_offered(self, spec: SequenceSpec, *, is_prefix: bool) -> bool:
         """Ask the role whether it takes the attempt."""
         self.used_at = self._context.now()
-        return self._callbacks.on_offered(self, spec)
+        return self._callbacks.on_offered(self, spec, is_prefix)
 
     def on_over(self, over: ReceiveOver) -> None:
         """Tell the role that the hand-over of an attempt is decided."""

@@ -4,6 +4,11 @@ streams.
     hand-over   Offer -> engine Reserve -> chunks scattered -> Commit -> engine Join -> tokens
     alone       dispatch without a decode worker -> engine Add -> tokens
 
+    prefix      engine FetchOrdered -> call to its source (`fetches.py`) -> Offer -> engine Reserve -> chunks scattered
+                -> Commit -> engine Release, FetchOver
+
+Workers that only compute prompts have this role where they fetch prefixes, and take no dispatches by it.
+
 It hosts the rendezvous of the byte transport. Tokens reach the gateway through the worker's outbox; the role adds the
 hand-over and the end.
 """
@@ -14,16 +19,27 @@ import asyncio
 import logging
 import uuid
 
+from disagg.decode_worker.fetches import Fetches
 from disagg.decode_worker.link import LinkCallbacks, PrefillLink
 from disagg.decode_worker.service import Outgoing, Pair, TransferService
-from disagg.engine.commands import Add, Ended, Event, Joined, PrefillComputed, Release, Scattered
-from disagg.engine.kv_transfer.commands import ReceiveOver
+from disagg.engine.commands import (
+    Add,
+    Ended,
+    Event,
+    FetchGivenUp,
+    FetchOrdered,
+    Joined,
+    PrefillComputed,
+    Release,
+    Scattered,
+)
+from disagg.engine.kv_transfer.commands import Cause, ReceiveOver
 from disagg.engine.kv_transfer.transport import Checksum, Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
-from disagg.proto.handover import PairHello, PairRefused, PairWelcome
+from disagg.proto.handover import Failure, PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import Dispatch, HandedOver, Migrate, PeerRef, RoleName, SequenceSpec, TransferCount
 
@@ -41,6 +57,8 @@ class DecodeRole:
         self._link_of = LinkTable[PrefillLink]()
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
         """Gateway of every attempt of this role, from offer or dispatch to its end."""
+        self._fetches = Fetches(context) if context.config.fetch else None
+        """What this worker fetches; None where it does not."""
         self._rendezvous: Rendezvous | None = None
 
     # ------------------------------------------------------------ start and end
@@ -54,6 +72,8 @@ class DecodeRole:
 
     async def stop(self) -> None:
         """Close all links, and the rendezvous, which ends every wait there for a peer."""
+        if self._fetches is not None:
+            await self._fetches.stop()
         rendezvous, self._rendezvous = self._rendezvous, None
         links = list(self._links)
         for link in links:
@@ -141,7 +161,7 @@ class DecodeRole:
 
     def takes(self, dispatch: Dispatch) -> bool:
         """Whether the dispatch names no decode worker, so that this worker runs it alone."""
-        return dispatch.decode_peer is None
+        return dispatch.decode_peer is None and "decode" in self._context.config.roles
 
     def dispatch(self, dispatch: Dispatch) -> None:
         """Run an attempt alone, prompt and answer."""
@@ -151,6 +171,11 @@ class DecodeRole:
             return
         self._gateway_of[spec.key] = spec.gateway_id
         self._context.post(Add(spec))
+
+    def fetch(self, order: FetchOrdered) -> None:
+        """Get the KV of a prefix from another worker."""
+        assert self._fetches is not None, "the engine orders no fetch of a worker that does not fetch"
+        self._fetches.order(order)
 
     def connect(self, peer: PeerRef) -> None:
         """Nothing to do: prefill workers connect to it."""
@@ -167,7 +192,7 @@ class DecodeRole:
             link.cancel(key)
         elif key in self._gateway_of:
             self._context.post(Release(key))
-        else:
+        elif "decode" in self._context.config.roles:
             for each in self._links:
                 each.cancel(key)
         self._gateway_of.pop(key, None)
@@ -176,7 +201,10 @@ class DecodeRole:
 
     def owns(self, key: AttemptKey) -> bool:
         """Whether the attempt is here, if only for data that is still being copied."""
-        return key in self._gateway_of or key in self._link_of
+        return key in self._gateway_of or key in self._link_of or self._fetches_key(key)
+
+    def _fetches_key(self, key: AttemptKey) -> bool:
+        return self._fetches is not None and key in self._fetches
 
     def on_event(self, event: Event) -> None:
         """Pass an event to its link, and to the gateway if it concerns the gateway."""
@@ -197,6 +225,8 @@ class DecodeRole:
                         drafted_tokens=event.num_drafted,
                         accepted_tokens=event.num_accepted,
                     )
+            case FetchGivenUp():
+                self._give_up_fetch(event.key)
             case Joined():
                 """The hand-over was committed when the receiver ordered the join."""
             case _ if link is None:
@@ -210,7 +240,19 @@ class DecodeRole:
 
     # ------------------------------------------------------------ links
 
-    def _on_offered(self, link: PrefillLink, spec: SequenceSpec) -> bool:
+    def _give_up_fetch(self, key: AttemptKey) -> None:
+        """Nobody waits for it. What came of it stays in the cache."""
+        if (link := self._link_of.get(key)) is not None:
+            link.cancel(key)
+        elif self._fetches is not None and key in self._fetches:
+            self._fetches.over(key, "late")
+
+    def _on_offered(self, link: PrefillLink, spec: SequenceSpec, is_prefix: bool) -> bool:
+        if is_prefix:
+            is_wanted = self._fetches_key(spec.key) and spec.key not in self._link_of
+            if is_wanted:
+                self._link_of.add(spec.key, link)
+            return is_wanted
         if self.owns(spec.key):
             logger.warning("pair with %s: refused %s, which this worker has already", link.peer.worker_id, spec.key)
             return False
@@ -222,6 +264,10 @@ class DecodeRole:
         key = over.key
         if self._link_of.get(key) is not link:
             return  # `_on_offered` returned false for it.
+        if self._fetches is not None and key in self._fetches:
+            self._fetch_over(self._fetches, over)
+            self._link_of.decided(key)
+            return
         gateway_id = self._gateway_of.get(key)
         if over.outcome == "committed":
             if gateway_id is not None:
@@ -238,7 +284,21 @@ class DecodeRole:
             self._gateway_of.pop(key, None)
         self._link_of.decided(key)
 
+    def _fetch_over(self, fetches: Fetches, over: ReceiveOver) -> None:
+        match over.cause:
+            case None:
+                fetches.over(over.key, "done")
+            case Cause(Failure.REFUSED, detail):  # this worker has no blocks for it
+                fetches.over(over.key, "refused", detail)
+            case cause:
+                fetches.over(over.key, "failed", cause.detail)
+
     # ------------------------------------------------------------ the rest
+
+    @property
+    def num_served_fetches(self) -> int:
+        """0: the prefill role serves them."""
+        return 0
 
     def transfers(self) -> list[TransferCount]:
         """Empty: the sending side counts transfers."""
@@ -248,6 +308,8 @@ class DecodeRole:
         """Heartbeats, leases and deadlines of all pairs."""
         for link in list(self._links):
             link.tick(now)
+        if self._fetches is not None:
+            self._fetches.tick(now)
 
     def keys_of_gateway(self, gateway_id: str) -> list[AttemptKey]:
         """Keys of the live attempts of one gateway."""
@@ -255,4 +317,6 @@ class DecodeRole:
 
     def holdings(self) -> dict[str, int]:
         """Number of attempts, and of the resources that the pairs hold for them."""
-        return total_holdings({"decode_attempts": len(self._gateway_of)}, self._links)
+        num_fetches = 0 if self._fetches is None else len(self._fetches)
+        own = {"decode_attempts": len(self._gateway_of), "ordered_fetches": num_fetches}
+        return total_holdings(own, self._links)

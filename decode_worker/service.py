@@ -1,4 +1,5 @@
-"""The decode worker's end of the control streams, which prefill workers open: one for each pair."""
+"""The decode worker's end of the control streams, which prefill workers open: one for each pair. And the calls by which
+a worker fetches prefixes from others."""
 
 from __future__ import annotations
 
@@ -10,12 +11,23 @@ from typing import Any, Protocol
 import grpc
 import msgspec
 
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.channels import open_channel
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.pair_link import MAX_UNSENT_MESSAGES, outgoing_frames
 from disagg.proto.frames import frame_decoder, frame_of
-from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
+from disagg.proto.handover import (
+    Fetch,
+    FetchAnswer,
+    PairHello,
+    PairRefused,
+    PairWelcome,
+    ReceiverToSender,
+    SenderToReceiver,
+)
 from disagg.proto.ids import WorkerId
-from disagg.proto.services import TRANSFER, TRANSFER_SERVICE, service_and_method
+from disagg.proto.messages import PeerRef, decoder, encode
+from disagg.proto.services import FETCH, TRANSFER, TRANSFER_SERVICE, service_and_method
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +44,40 @@ class Pair(Protocol):
     def on_lost(self) -> None:
         """Handle the end of the stream. Idempotent."""
         ...
+
+
+class FetchError(Exception):
+    """No answer of the source of a prefix, or none that can be read."""
+
+
+class FetchChannel:
+    """The channel to the worker that has prefixes. `used_at`: when it was used last, for its owner."""
+
+    def __init__(self, peer: PeerRef, secret: ClusterSecret) -> None:
+        self._channel = open_channel(peer.address, secret)
+        self._metadata = secret.metadata
+        self._call = self._channel.unary_unary(FETCH, None, None)
+        self._decode = decoder(FetchAnswer).decode
+        self.used_at = 0.0
+
+    async def ask(self, fetch: Fetch, timeout_s: float | None) -> FetchAnswer:
+        """Ask for a prefix.
+
+        Raises:
+            FetchError: if there is no answer in time.
+        """
+        try:
+            frame = await self._call(encode(fetch), timeout=timeout_s, metadata=self._metadata)
+            answer: FetchAnswer = self._decode(frame)
+        except grpc.aio.AioRpcError as error:
+            raise FetchError(f"{error.code().name}: {error.details()}") from error
+        except msgspec.MsgspecError as error:
+            raise FetchError(f"a bad answer: {error}") from error
+        return answer
+
+    async def close(self) -> None:
+        """End the channel."""
+        await self._channel.close(None)
 
 
 class TransferService:

@@ -10,7 +10,7 @@ import msgspec
 from disagg.engine.plan import Buffer, Copying
 from disagg.engine.tiers.extents import Extent
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
-from disagg.proto.messages import EndReason, SequenceSpec, TokenLogprobs
+from disagg.proto.messages import EndReason, Fetched, FetchFrom, FetchOutcome, PeerRef, SequenceSpec, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,13 @@ class Add:
 @dataclass(frozen=True, slots=True)
 class Reserve:
     """Decode role: lock the cached prefix of a sequence to come and count its blocks. Answer: `Reserved` or
-    `ReserveRefused`."""
+    `ReserveRefused`.
+
+    With `is_prefix` it is the prefix of a `FetchOrdered`, or what its source has of it: it takes no place in the batch,
+    its blocks are published as their KV comes in order, and `Release` ends it."""
 
     spec: SequenceSpec
+    is_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,33 @@ class TierForget:
     tag: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class FetchPrefix:
+    """Have another worker send the KV of the first tokens of a sequence whose `Add` follows, unless as much of it is
+    here. Answer: `FetchOrdered`, unless it is, or is under way for another sequence."""
+
+    spec: SequenceSpec
+    fetch: FetchFrom
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOver:
+    """A fetch is over, and its prefix is released; once for each `FetchOrdered`. Answer: `FetchEnded` for each
+    sequence that waited for it."""
+
+    key: AttemptKey
+    outcome: FetchOutcome
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Hold what is cached of the prefix that another worker fetches, until `Release` or its deadline. Answer:
+    `Pinned`."""
+
+    spec: SequenceSpec
+
+
 TierAnswer = TierWritten | TierRead | TierScanned | TierFailed | TierFull | TierForgotten | TierForget
 
 Command = (
@@ -223,6 +254,9 @@ Command = (
     | TierFull
     | TierForgotten
     | TierForget
+    | FetchPrefix
+    | FetchOver
+    | Pin
 )
 
 
@@ -359,6 +393,44 @@ class Held:
     """Log probabilities of `token_id`, if requested."""
 
 
+@dataclass(frozen=True, slots=True)
+class FetchOrdered:
+    """The KV of a prefix is to be fetched. Answer: `FetchOver`, before which a `Reserve` of it may come."""
+
+    key: AttemptKey
+    spec: SequenceSpec
+    """The prefix as a sequence of its own. Its timeout is that of the fetch."""
+    peer: PeerRef
+    """The source."""
+    from_token: int
+    """The KV of tokens before this one is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchGivenUp:
+    """Nobody waits for this fetch any more. `FetchOver` is still to come."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """A sequence waits for a fetch no more."""
+
+    key: AttemptKey
+    gateway_id: GatewayId
+    message: Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The KV of the first `num_tokens` tokens is held; of none, if `reason` says why not."""
+
+    key: AttemptKey
+    num_tokens: int
+    reason: str = ""
+
+
 Event = (
     TokenSampled
     | ChunkPlanned
@@ -372,4 +444,8 @@ Event = (
     | Scattered
     | Exported
     | Held
+    | FetchOrdered
+    | FetchGivenUp
+    | FetchEnded
+    | Pinned
 )

@@ -402,10 +402,10 @@ def check_kv_stays_private(config: WorkerConfig) -> None:
     """Refuse to send KV in clear where other machines could read it.
 
     Raises:
-        ConfigError: if the worker hands over (it has one role only, or is elastic), its address is not a loopback one,
-            its transport leaves the host, and nothing allows that.
+        ConfigError: if the worker hands over (it has one role only, is elastic, or fetches), its address is not a
+            loopback one, its transport leaves the host, and nothing allows that.
     """
-    hands_over = len(config.roles) == 1 or config.is_elastic
+    hands_over = len(config.roles) == 1 or config.is_elastic or config.fetch
     if hands_over and not kv_stays_private(config):
         raise ConfigError(
             f"network.plaintext_kv: KV would leave {config.host} unencrypted by {config.transport}; set it to true if "

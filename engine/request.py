@@ -6,7 +6,10 @@ RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by
 RUNNING ──> HELD ──> (ended), RUNNING    migration: it goes on on another worker, or here again if that fails
 RUNNING ──> SUSPENDED ──> RUNNING        preemption: blocks released, KV kept in host memory until there is room
 RUNNING ──> WAITING                      preemption without such memory: tokens kept, computed again
-LOADING ──> WAITING                      its prefix was loaded from a tier; see `tiers/loading.py`
+LOADING ──> WAITING                      its prefix was loaded from a tier (`tiers/loading.py`), or fetched from another
+                                         worker (`core/fetching.py`)
+LOADING ──> (ended)                      that prefix itself, while it comes from another worker
+HELD ──> (ended)                         a prefix that is sent to another worker
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ class Sequence:
     """Prefill role: stop after output token 0 of this attempt and keep the KV."""
     is_copy: bool = False
     """Decode role: the prompt's KV comes from another worker, which has it too."""
+    is_prefix: bool = False
+    """Nobody's answer: a prefix that is fetched from another worker, or by one; see `core/fetching.py`."""
     deadline: float | None = None
     """Deadline on this process's monotonic clock."""
     arrival: float = 0.0
@@ -182,7 +187,7 @@ class Sequence:
         count."""
         if self.state is SequenceState.WAITING:
             return self.num_uncomputed_tokens
-        if self.state is SequenceState.LOADING:
+        if self.state is SequenceState.LOADING and not self.is_prefix:
             return self.num_tokens - max(self.num_computed_tokens, self.loading_tokens)
         if self.state not in (SequenceState.RUNNING, SequenceState.SUSPENDED):
             return 0

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import override
 
-from disagg.engine.commands import Ended, Event
+from disagg.engine.commands import Ended, Event, Release
 from disagg.engine.io.blocking import call_on_thread, open_on_thread
 from disagg.engine.kv_transfer.commands import (
     CANCELLED,
     DEADLINE,
     Cause,
     SendKv,
+    SendOutcome,
     SendOver,
     ended_on_prefill,
 )
@@ -56,6 +57,8 @@ class _Waiting(NamedTuple):
     """Seconds that it may wait for the pair; None for as long as the pair takes."""
     move: int = 0
     """Number of the move of a running sequence; 0 for a prompt."""
+    is_prefix: bool = False
+    """Whether it is a prefix that the other worker fetches."""
 
     def is_too_long(self, now: float) -> bool:
         return self.timeout_s is not None and now - self.since >= self.timeout_s
@@ -186,7 +189,7 @@ class DecodeLink(PairLink):
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
-            self.offer(each.spec_now(now), None, each.move)
+            self.offer(each.spec_now(now), None, each.move, is_prefix=each.is_prefix)
         self._context.flush()
 
     async def _formed(self, form: Callable[[], PairTransport]) -> PairTransport:
@@ -211,8 +214,8 @@ class DecodeLink(PairLink):
     async def _shut_down(self, cause: Cause) -> None:
         self._callbacks.on_closed(self)
         waiting, self._waiting = self._waiting, {}
-        for key, each in waiting.items():
-            self._callbacks.on_over(SendOver(key, "refused", cause, stays=each.move > 0))
+        for each in waiting.values():
+            self._give_up_waiting(each, "refused", cause)
         if self._shell is not None:
             self._shell.close(self._context.now(), cause)
         self._context.flush()
@@ -230,21 +233,24 @@ class DecodeLink(PairLink):
         self._shell.on_message(message, self._context.now())
         self._context.flush()
 
-    def offer(self, spec: SequenceSpec, pair_timeout_s: float | None, move: int = 0) -> None:
+    def offer(
+        self, spec: SequenceSpec, pair_timeout_s: float | None, move: int = 0, *, is_prefix: bool = False
+    ) -> None:
         """Offer an attempt to the decode worker, now or when the pair is formed; if that takes longer than
         `pair_timeout_s` the attempt is refused, while the pair is still being formed. `move`: the number of the move of
-        a sequence that decodes here; 0 for a prompt."""
+        a sequence that decodes here; 0 for a prompt. `is_prefix`: it is a prefix that the other worker fetches, which
+        the engine holds and which is released in any case."""
         self.used_at = now = self._context.now()
         if self._shell is None:
             deadline = None if spec.timeout_s is None else now + spec.timeout_s
-            self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s, move)
+            self._waiting[spec.key] = _Waiting(spec, deadline, now, pair_timeout_s, move, is_prefix)
             return
-        self._shell.offer(spec, now, move)
+        self._shell.offer(spec, now, move, is_prefix=is_prefix)
 
     def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
         """Abort an attempt; unknown ones are ignored."""
         if (waiting := self._waiting.pop(key, None)) is not None:
-            self._callbacks.on_over(SendOver(key, "cancelled", cause, stays=waiting.move > 0))
+            self._give_up_waiting(waiting, "cancelled", cause)
         elif self._shell is not None:
             self._shell.cancel(key, cause)
 
@@ -267,7 +273,13 @@ class DecodeLink(PairLink):
         for key in [key for key, waiting in self._waiting.items() if waiting.is_too_long(now)]:
             waiting = self._waiting.pop(key)
             cause = self._lost(f"not formed after {now - waiting.since:.1f} s")
-            self._callbacks.on_over(SendOver(key, "refused", cause, stays=waiting.move > 0))
+            self._give_up_waiting(waiting, "refused", cause)
+
+    def _give_up_waiting(self, waiting: _Waiting, outcome: SendOutcome, cause: Cause) -> None:
+        key = waiting.spec.key
+        if waiting.is_prefix:
+            self.post(Release(key))
+        self._callbacks.on_over(SendOver(key, outcome, cause, stays=waiting.move > 0))
 
     @override
     def holdings(self) -> dict[str, int]:

@@ -9,6 +9,11 @@ worker has; so workers that only decode have this role, too, and take no dispatc
     migrate  -> engine Export -> link to D -> Offer -> Reserved -> KV chunks -> engine Hold -> the last chunk, Commit
              -> CommitAck -> engine End, which the decode role reports
 
+It is the source of prefixes that other workers fetch, too (`served_fetches.py`), whichever roles they have:
+
+    Fetch    -> engine Pin -> Pinned -> link to the other worker -> Offer -> Reserved -> KV chunks, Commit -> CommitAck
+             -> engine Release
+
 The protocol is the pure `Sender` of each link; the role routes attempts and engine events to the links.
 """
 
@@ -19,15 +24,17 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from disagg.engine.commands import Ended, Event, Export, Exported, Gathered, PrefillComputed
+from disagg.engine.commands import Ended, Event, Export, Exported, FetchOrdered, Gathered, Pinned, PrefillComputed
 from disagg.engine.config import kv_stays_private
 from disagg.engine.kv_transfer.commands import Cause, SendOutcome, SendOver
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
+from disagg.prefill_worker.served_fetches import ServedFetches
+from disagg.prefill_worker.service import FetchService
 from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId, is_probe
-from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, TransferCount
+from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, SequenceSpec, TransferCount
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +93,10 @@ class PrefillRole:
         """Attempts that have not ended."""
         self._migrations: dict[AttemptKey, Migrate] = {}
         """Moves whose sequence the engine has not described yet."""
+        self._served = ServedFetches(context, self._offer_prefix) if context.config.fetch else None
+        """What other workers fetch from here; None where they do not."""
+        self.num_served_fetches = 0
+        """Fetches for which KV was given, since the start."""
         self._transfers: dict[tuple[WorkerId, str], _Transfers] = {}
         """Totals of transfers by decode worker and transport."""
 
@@ -97,11 +108,24 @@ class PrefillRole:
 
     async def stop(self) -> None:
         """Close all links, and wait for their ends."""
+        if self._served is not None:
+            self._served.stop()
         await asyncio.gather(*(link.close() for link in list(self._all_links)))
 
     def handlers(self) -> list[object]:
-        """No handlers: this role serves gateways only."""
-        return []
+        """The call by which other workers fetch prefixes, where they do; else this role serves gateways only."""
+        return [] if self._served is None else [FetchService(self._served.serve).handler()]
+
+    def fetch(self, order: FetchOrdered) -> None:
+        """Nothing to do: the decode role receives."""
+
+    def _offer_prefix(self, peer: PeerRef, spec: SequenceSpec) -> None:
+        link = self._link_to(peer)
+        self._link_of.add(spec.key, link)
+        link.offer(spec, None, is_prefix=True)
+
+    def _serves(self, key: AttemptKey) -> bool:
+        return self._served is not None and key in self._served
 
     def connect(self, peer: PeerRef) -> None:
         """Form the pair with a decode worker, unless it exists, or this worker has as many pairs as it keeps."""
@@ -192,12 +216,16 @@ class PrefillRole:
 
     def owns(self, key: AttemptKey) -> bool:
         """Whether a link holds the attempt, or will; a buffer that is still being filled counts."""
-        return key in self._link_of or key in self._migrations
+        return key in self._link_of or key in self._migrations or self._serves(key)
 
     def on_event(self, event: Event) -> None:
         """Pass an event to its link, and to the gateway if it concerns the gateway."""
         if isinstance(event, Exported):
             self._on_exported(event)
+            return
+        if isinstance(event, Pinned):
+            if self._served is not None:
+                self._served.on_pinned(event)
             return
         link = self._link_of.get(event.key)
         if link is None:
@@ -205,7 +233,7 @@ class PrefillRole:
         match event:
             case PrefillComputed():
                 self._on_computed(event)
-            case Ended():
+            case Ended() if not self._serves(event.key):
                 self._on_ended(event)
             case _:
                 """Nothing for the gateway. A link ignores the events of the decode role, which has moves, too."""
@@ -231,6 +259,7 @@ class PrefillRole:
         own = {
             "prefill_attempts": len(self._attempts),
             "migrations": len(self._migrations),
+            "served_fetches": 0 if self._served is None else len(self._served),
         }
         return total_holdings(own, self._all_links)
 
@@ -270,6 +299,9 @@ class PrefillRole:
             outbox.end(event.gateway_id, event.key, event.reason, event.detail, event.cached_tokens, event.queue_s)
 
     def _attempt_over(self, over: SendOver, decode_worker: WorkerId) -> None:
+        if self._served is not None and over.key in self._served:
+            self._served_over(self._served, over, decode_worker)
+            return
         attempt = self._attempts.pop(over.key)
         gateway_id = attempt.gateway_id
         link = self._link_of.get(over.key)
@@ -290,6 +322,14 @@ class PrefillRole:
                 self._context.outbox.end(gateway_id, over.key, outcome, cause.detail, in_transfer=is_pair)
             case _:
                 """Cancelled by the gateway, or ended by the engine, whose own end was sent on."""
+        self._link_of.decided(over.key)
+
+    def _served_over(self, served: ServedFetches, over: SendOver, worker_id: WorkerId) -> None:
+        link = self._link_of.get(over.key)
+        transport = self._context.config.transport if link is None else link.transport_name
+        self._transfers.setdefault((worker_id, transport), _Transfers()).note(over)
+        self.num_served_fetches += over.cause is None
+        served.over(over.key)
         self._link_of.decided(over.key)
 
     def _link_closed(self, link: DecodeLink) -> None:

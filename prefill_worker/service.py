@@ -1,10 +1,11 @@
-"""The prefill worker's end of a pair's control stream, which it opens to the decode worker."""
+"""The prefill worker's end of a pair's control stream, which it opens to the decode worker. And the service from which
+other workers fetch prefixes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -15,9 +16,17 @@ from disagg.connections.shell.channels import open_channel
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.pair_link import MAX_UNSENT_MESSAGES, outgoing_frames
 from disagg.proto.frames import frame_decoder
-from disagg.proto.handover import PairHello, PairRefused, PairWelcome, ReceiverToSender, SenderToReceiver
-from disagg.proto.messages import PeerRef, WorkerInfo
-from disagg.proto.services import TRANSFER
+from disagg.proto.handover import (
+    Fetch,
+    FetchAnswer,
+    PairHello,
+    PairRefused,
+    PairWelcome,
+    ReceiverToSender,
+    SenderToReceiver,
+)
+from disagg.proto.messages import PeerRef, WorkerInfo, decoder, encode
+from disagg.proto.services import FETCH, FETCH_SERVICE, TRANSFER, service_and_method
 
 END_TIMEOUT_S = 1.0
 """Seconds to wait for the end of a call that is over, which normally comes at once."""
@@ -25,6 +34,27 @@ END_TIMEOUT_S = 1.0
 
 class PairError(Exception):
     """The pair cannot be formed, or its control stream broke."""
+
+
+class FetchService:
+    """Generic handler of the calls for prefixes; `serve` answers one."""
+
+    def __init__(self, serve: Callable[[Fetch], Awaitable[FetchAnswer]]) -> None:
+        self._serve = serve
+        self._decode = decoder(Fetch).decode
+
+    def handler(self) -> Any:
+        """The gRPC handler for the worker's server."""
+        methods = {service_and_method(FETCH)[1]: grpc.unary_unary_rpc_method_handler(self._fetch)}
+        return grpc.method_handlers_generic_handler(FETCH_SERVICE, methods)
+
+    async def _fetch(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        try:
+            fetch = self._decode(frame)
+        except msgspec.MsgspecError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a Fetch: {error}")
+            raise
+        return encode(await self._serve(fetch))
 
 
 class PairStream:

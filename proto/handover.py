@@ -2,9 +2,16 @@
 
     P -> D   PairHello, then for each attempt  Offer, ChunkHeader*, ChunkSum*, Commit    Abort, AbortAck  PairHeartbeat
              of a sequence that moves          Offer, ChunkHeader*, Extend?, ChunkHeader*, Commit
+             of a prefix that D fetches        Offer, ChunkHeader*, Commit without a token
     D -> P   PairWelcome | PairRefused, then   Reserved | Refused, ClearToSend*, ChunkDone*, CommitAck    the same
 
 The bytes themselves travel beside it, over the pair's transport. P sends a payload only after `ClearToSend`, in full.
+
+A prefix is fetched by a call of its own: D calls the worker that is to be P, which answers with what it has of it, and
+offers that as P. Any two workers may be P and D of a fetch.
+
+    D -> P   Fetch
+    P -> D   FetchGranted | FetchRefused, then the hand-over
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import enum
 from typing import Literal
 
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId
-from disagg.proto.messages import Message, SequenceSpec, TokenLogprobs, WorkerInfo
+from disagg.proto.messages import KvLayout, Message, PeerRef, SequenceSpec, TokenLogprobs, WorkerInfo
 
 Side = Literal["sender", "receiver"]
 """Side of a pair: P is the sender, D the receiver."""
@@ -115,6 +122,8 @@ class Offer(Message, frozen=True, kw_only=True, tag=True):
     spec: SequenceSpec
     move: int = 0
     """Number of the move of a running sequence, see `Migrate`; 0 for a prompt. A later move is a new offer."""
+    is_prefix: bool = False
+    """Whether it is a prefix that D fetches: its KV is all that D wants."""
 
 
 class Reserved(ReservationMessage, frozen=True, kw_only=True, tag=True):
@@ -187,7 +196,8 @@ class ChunkDone(ReservationMessage, frozen=True, kw_only=True, tag=True):
 class Commit(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """All chunks were announced. Carries output token 0 of this attempt. D checks that every token's KV has arrived."""
 
-    token_id: int
+    token_id: int | None = None
+    """None for a prefix, and only for that."""
     logprobs: TokenLogprobs | None = None
     """Log-probabilities of that token, where the request asks for them."""
     num_chunks: int
@@ -215,6 +225,39 @@ class PairHeartbeat(Message, frozen=True, kw_only=True, tag=True):
 class CloseWhenIdle(Message, frozen=True, kw_only=True, tag=True):
     """D has more pairs than it keeps: P closes this one, unless an attempt uses it."""
 
+
+# ---------------------------------------------------------------- the call that fetches a prefix
+
+
+class Fetch(Message, frozen=True, kw_only=True, tag=True):
+    """The caller wants the KV of a prefix, and expects the offer of it on a pair in which it is D."""
+
+    spec: SequenceSpec
+    """The prefix: its tokens, which are whole blocks, with the hashes of all of them. The timeout is the time that the
+    caller waits for it."""
+    from_token: int
+    """The caller has the KV of tokens before this one."""
+    needy: PeerRef
+    """The caller."""
+    source_incarnation: Incarnation
+    """The incarnation that the caller means; another one refuses."""
+    fingerprint: str
+    kv_layout: KvLayout
+
+
+class FetchGranted(Message, frozen=True, kw_only=True, tag=True):
+    """The KV of the first `end_token` tokens is held for the caller, and offered to it."""
+
+    end_token: int
+
+
+class FetchRefused(Message, frozen=True, kw_only=True, tag=True):
+    """Nothing is held: the prefix is gone, this worker has no time, or the call is not for it."""
+
+    reason: str
+
+
+FetchAnswer = FetchGranted | FetchRefused
 
 SenderToReceiver = PairHello | Offer | ChunkHeader | ChunkSum | Extend | Commit | Abort | AbortAck | PairHeartbeat
 ReceiverToSender = (

@@ -6,6 +6,7 @@ The services have no protobuf: handlers are generic and the frames are `messages
     WATCH     unary-stream   `WatchRequest` down, `WorkerReport` up; the first report carries a snapshot
     AUDIT     unary-unary    `AuditRequest` down, `AuditReport` up
     TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up, in `frames`; P calls D
+    FETCH     unary-unary    `Fetch` down, `FetchAnswer` up; a worker calls one that has the KV of a prefix
     REGISTER  stream-stream  `WorkerToController` down, `ControllerToWorker` up; a worker calls the controller
     FOLLOW    stream-stream  `GatewayToController` down, `ControllerToGateway` up; a gateway calls the controller
     CONTROL   unary-unary    `ControlRequest` down, `ControlReply` up; an operator, by way of a gateway or the launcher
@@ -19,12 +20,14 @@ from disagg.proto.messages import MAX_FRAME_BYTES
 
 WORKER_SERVICE: Final = "disagg.internal.Worker"
 TRANSFER_SERVICE: Final = "disagg.internal.Transfer"
+FETCH_SERVICE: Final = "disagg.internal.Fetch"
 CONTROLLER_SERVICE: Final = "disagg.internal.Controller"
 
 SESSION: Final = f"/{WORKER_SERVICE}/Session"
 WATCH: Final = f"/{WORKER_SERVICE}/Watch"
 AUDIT: Final = f"/{WORKER_SERVICE}/Audit"
 TRANSFER: Final = f"/{TRANSFER_SERVICE}/Pair"
+FETCH: Final = f"/{FETCH_SERVICE}/Fetch"
 REGISTER: Final = f"/{CONTROLLER_SERVICE}/Register"
 FOLLOW: Final = f"/{CONTROLLER_SERVICE}/Follow"
 CONTROL: Final = f"/{CONTROLLER_SERVICE}/Control"

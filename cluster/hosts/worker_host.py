@@ -37,10 +37,10 @@ from disagg.proto.messages import RoleName
 logger = logging.getLogger(__name__)
 
 
-def role_factories(roles: Collection[RoleName]) -> list[RoleFactory]:
+def role_factories(roles: Collection[RoleName], *, fetches: bool = False) -> list[RoleFactory]:
     """Factories of a worker's roles. Each worker can send KV: one that only decodes does so when a sequence moves to
-    another worker."""
-    return [PrefillRole, DecodeRole] if "decode" in roles else [PrefillRole]
+    another worker. One that fetches prefixes can receive, too."""
+    return [PrefillRole, DecodeRole] if "decode" in roles or fetches else [PrefillRole]
 
 
 class WorkerHost:
@@ -59,7 +59,7 @@ class WorkerHost:
         self._resolve = resolve
         self._secret = secret
         failpoints = Failpoints.from_environment(os.environ, config.worker_id, allowed=config.failpoints)
-        roles = role_factories(config.roles)
+        roles = role_factories(config.roles, fetches=config.fetch)
         self._worker = Worker(config, roles, secret, start_ranks, parts=failpoints.parts())
         self._worker.stages.add(phases)
         self.crashed = self._worker.crashed

@@ -90,8 +90,8 @@ class KVCacheManager:
         return min(cap, len(sequence.prompt_logprobs)) if sequence.gathers_prompt else cap
 
     def admit_loading(self, sequence: Sequence, num_cached: int, num_tokens: int) -> bool:
-        """Lock the first `num_cached` tokens of a sequence that is loaded from a tier, which are cached, and reserve
-        blocks for its tokens up to `num_tokens`, if there are any. For a model without windows."""
+        """Lock what is cached of the first `num_cached` tokens of a sequence that is loaded from a tier, or fetched,
+        and reserve blocks for its tokens up to `num_tokens`, if there are any. For a model without windows."""
         blocks = self.blocks
         matched = blocks.match_prefix(sequence.block_hashes, num_cached)
         num_to_reserve = blocks.blocks_for(num_tokens) - len(matched)

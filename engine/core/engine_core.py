@@ -4,6 +4,8 @@
     prefill     Add(hold) ──> (ChunkPlanned, Gather ──> Gathered)*, TokenSampled, PrefillComputed ──> Release
     decode      Reserve ──> Reserved ──> (Scatter ──> Scattered)* ──> Join ──> Joined, TokenSampled* ──> Ended
     moving      Export ──> Exported, TokenSampled* ──> Hold ──> Held ──> End ──> Ended; see `migration.py`
+    fetching    FetchPrefix, Add ──> FetchOrdered ──> (Reserve ──> (Scatter ──> Scattered)* ──> Release) ──> FetchOver
+    its source  Pin ──> Pinned ──> (Gather ──> Gathered)* ──> Release; see `fetching.py`
 
 Every live sequence ends in exactly one way: with `Ended`, or without an event by `Release`. After either nothing of it
 is held here.
@@ -44,6 +46,8 @@ from disagg.engine.commands import (
     Event,
     Export,
     Extend,
+    FetchOver,
+    FetchPrefix,
     Gather,
     Gathered,
     GatherFailed,
@@ -51,6 +55,8 @@ from disagg.engine.commands import (
     Hold,
     Join,
     Joined,
+    Pin,
+    Pinned,
     Release,
     Reserve,
     Reserved,
@@ -68,6 +74,7 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
+from disagg.engine.core.fetching import Fetching
 from disagg.engine.core.idle_steps import NUM_TOKENS, IdleSteps
 from disagg.engine.core.migration import Moves, extend
 from disagg.engine.core.policy import LazyHeap
@@ -85,7 +92,8 @@ from disagg.engine.speculation.speculation import Speculation
 from disagg.engine.tiers.store import TierParts
 from disagg.engine.tiers.tiers import Tiers
 from disagg.proto.config import check_bounds
-from disagg.proto.ids import AttemptKey, GatewayId
+from disagg.proto.errors import ConfigError
+from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
 from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample, TierName
 from disagg.step_times.step_model import StepModel
 
@@ -103,7 +111,7 @@ class EngineCore:
 
     Raises:
         ValueError: if the runner's cache or the configuration cannot work.
-        ConfigError: if `config.tiers` cannot.
+        ConfigError: if `config.tiers` or `config.fetch` cannot.
     """
 
     def __init__(
@@ -158,6 +166,13 @@ class EngineCore:
         self._tiers: Tiers | None = None
         if config.tiers is not None:
             self._tiers = Tiers(config, runner, self._scheduler, self._compute_ms, tier_parts or TierParts())
+        if config.fetch and self._scheduler.kv_cache.windows:
+            raise ConfigError(
+                f"kv_cache.fetch: is for models without windows; this one has {len(self._groups)} cache groups"
+            )
+        self._fetching = Fetching(
+            self._scheduler, self._begin, self._num_in_tiers, runner.layout.groups[0].bytes_per_token
+        )
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
         self._joined: list[tuple[Sequence, float]] = []
@@ -206,7 +221,9 @@ class EngineCore:
     def next_deadline(self) -> float | None:
         """When `step` must be called at the latest, also without work."""
         head = self._deadlines.peek()
-        due = math.inf if self._tiers is None else self._tiers.due_at
+        due = self._fetching.due_at
+        if self._tiers is not None:
+            due = min(due, self._tiers.due_at)
         if head is not None:
             due = min(due, head[0][0])
         return None if due == math.inf else due
@@ -272,6 +289,13 @@ class EngineCore:
                 events = []
             case Extend():
                 events = self._extend(command)
+            case FetchPrefix():
+                events = self._fetch(command, now)
+            case FetchOver():
+                self._fetching.over(command, now)
+                events = []
+            case Pin():
+                events = self._pin(command, now)
             case (
                 TierWritten() | TierRead() | TierScanned() | TierFailed() | TierFull() | TierForgotten() | TierForget()
             ):
@@ -282,7 +306,7 @@ class EngineCore:
                 sequence = self._scheduler.sequences.get(key)
                 events = [] if sequence is None else [self._scheduler.end(sequence, reason, detail)]
         self._forget_ended(events)
-        return events
+        return events + self._fetching.take_events()
 
     def _add(self, command: Add, now: float) -> list[Event]:
         spec = command.spec
@@ -294,7 +318,7 @@ class EngineCore:
         why_not = self._refusal(sequence)
         if why_not is not None:
             return [Ended(spec.key, spec.gateway_id, *why_not)]
-        if self._tiers is None or not self._tiers.loads(sequence, now):
+        if not self._fetching.waits(sequence) and (self._tiers is None or not self._tiers.loads(sequence, now)):
             self._scheduler.add(sequence)
         self._watch_deadline(sequence)
         return []
@@ -305,21 +329,43 @@ class EngineCore:
         if duplicate is not None:
             return [duplicate, ReserveRefused(key, duplicate.detail)]
         sequence = new_sequence(command.spec, SequenceState.RESERVED, now)
-        sequence.is_copy = True
+        sequence.is_copy, sequence.is_prefix = not command.is_prefix, command.is_prefix
         why_not = self._refusal(sequence)
         if why_not is not None:
             return [ReserveRefused(key, why_not[1])]
-        reason = self._scheduler.reserve(sequence)
+        reason = self._fetching.reserve(sequence) if command.is_prefix else self._scheduler.reserve(sequence)
         if reason is not None:
             return [ReserveRefused(key, reason)]
         self._landing.reserved(key)
+        if command.is_prefix:  # Those that wait for it have time limits of their own.
+            sequence.deadline = None
         self._watch_deadline(sequence)
         return [Reserved(key, sequence.cached_tokens)]
+
+    def _fetch(self, command: FetchPrefix, now: float) -> list[Event]:
+        """What cannot be run is refused when it is added."""
+        sequence = new_sequence(command.spec, SequenceState.WAITING, now)
+        if self._refusal(sequence) is None:
+            self._fetching.order(sequence, command.fetch, now)
+        return []
+
+    def _pin(self, command: Pin, now: float) -> list[Event]:
+        key = command.spec.key
+        if key in self._scheduler.sequences:
+            return [Pinned(key, 0, "this key is in use")]
+        sequence = new_sequence(command.spec, SequenceState.HELD, now)
+        sequence.is_prefix = True
+        why_not = self._refusal(sequence)
+        reason = why_not[1] if why_not is not None else self._fetching.pin(sequence)
+        if reason:
+            return [Pinned(key, 0, reason)]
+        self._watch_deadline(sequence)
+        return [Pinned(key, sequence.num_computed_tokens)]
 
     def _scatter(self, command: Scatter) -> list[Event]:
         key, start, end = command.key, command.start, command.end
         sequence = self._scheduler.sequences.get(key)
-        if sequence is None or sequence.state is not SequenceState.RESERVED:
+        if sequence is None or not _takes_kv(sequence):
             return [Scattered(key, command.seq, ok=False)]
         group = command.group
         if (
@@ -338,15 +384,25 @@ class EngineCore:
                 digests=command.digest is not None,
                 group=group,
             )
-            return [*self._landing.begun(command, copying, waits=not self._steps.is_under_way)]
+            answers = self._landing.begun(command, copying, waits=not self._steps.is_under_way)
+            self._landed(sequence)
+            return [*answers]
         except Exception as error:
             return [Scattered(key, command.seq, ok=False), failed(self._scheduler, sequence, "scatter", error)]
+
+    def _landed(self, sequence: Sequence) -> None:
+        """More KV of a sequence is in its blocks. That of a prefix is used at once."""
+        if sequence.is_prefix and sequence.state is SequenceState.LOADING:
+            ranges = self._landing.landed[sequence.key].get(0, [])
+            self._fetching.landed(sequence, covered_until(sequence.cached_tokens, ranges))
 
     def _copied(self, *, wait: bool) -> list[Event]:
         """The answers of copies that are done, and what waited for them."""
         events: list[Event] = []
         for scattered in self._landing.answers(wait=wait):
             events.append(scattered)
+            if (sequence := self._scheduler.sequences.get(scattered.key)) is not None:
+                self._landed(sequence)
             if (kept := self._landing.take_join(scattered.key)) is not None:
                 events += self._join(*kept)
         self._forget_ended(events)  # a join may end its sequence, whose deadline must not be looked at any more
@@ -446,6 +502,9 @@ class EngineCore:
         events: list[Event] = [*self._copied(wait=False), *self._expire(now)]
         if self._tiers is not None and self._tiers.turn(now):
             self._stalled = False
+        if self._fetching.num_open and self._fetching.advance(now):
+            self._stalled = False
+        events += self._fetching.take_events()
         self._scheduler.advance(now)
         num_preemptions = self._scheduler.totals["preemptions"]
         plan = self._steps.plan()
@@ -578,6 +637,8 @@ class EngineCore:
                 dropped_extents=self._tiers.num_dropped,
                 tiers=self._tiers.counts(),
             )
+        if (fetched := self._fetching.totals()).fetches:
+            found = found._replace(fetched_tokens=fetched.fetched_tokens, fetches=fetched.fetches)
         return found._replace(expert_imbalance=self._runner.expert_imbalance)
 
     def drain_kv_events(self) -> tuple[KvEvent, ...]:
@@ -607,19 +668,25 @@ class EngineCore:
             "blocks_reserved": self._blocks.num_reserved,
             "swap_bytes": self._scheduler.swap.num_bytes,
             "copies": len(self._landing),
+            "fetches": self._fetching.num_open,
         }
         return counts, self.check_integrity()
 
     def check_integrity(self) -> list[str]:
         """Findings; empty when sound. Costs O(blocks + sequences)."""
         sequences = self._scheduler.sequences
-        reserved = {key for key, sequence in sequences.items() if sequence.state is SequenceState.RESERVED}
+        reserved = {key for key, sequence in sequences.items() if _takes_kv(sequence)}
+        loading = {key for key, sequence in sequences.items() if sequence.state is SequenceState.LOADING}
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
         problems = scheduler_findings(self._scheduler)
         problems += self._moves.check_integrity()
         problems += self._landing.check_integrity(reserved)
+        problems += self._fetching.check_integrity()
+        loading -= self._fetching.loading
         if self._tiers is not None:
-            problems += self._tiers.check_integrity()
+            problems += self._tiers.check_integrity(loading)
+        elif loading:
+            problems.append(f"{len(loading)} sequences are loading and nothing loads them")
         if with_deadline != len(self._deadlines):
             problems.append(f"{len(self._deadlines)} deadlines are watched, {with_deadline} sequences have one")
         return problems
@@ -628,7 +695,15 @@ class EngineCore:
 
     @property
     def _num_loading(self) -> int:
-        return 0 if self._tiers is None else self._tiers.num_loading
+        return self._fetching.num_waiting + (0 if self._tiers is None else self._tiers.num_loading)
+
+    def _num_in_tiers(self, hashes: Seq[BlockHash], num_tokens: int) -> int:
+        return 0 if self._tiers is None else self._tiers.num_held(hashes, num_tokens)
+
+    def _begin(self, sequence: Sequence, now: float) -> None:
+        """A sequence waits no more for a fetch: it is loaded from a tier if that has more, or queued."""
+        if self._tiers is None or not self._tiers.loads(sequence, now):
+            self._scheduler.begin(sequence)
 
     def _compute_ms(self, start: int, end: int) -> float:
         """Predicted milliseconds to compute prompt tokens [start, end) in steps without others."""
@@ -662,8 +737,14 @@ class EngineCore:
         self._deadlines.discard(key)
         if self._tiers is not None:
             self._tiers.forget(key)
+        self._fetching.forget(key)
         self._landing.forget(key)
         self._moves.forget(key)
+
+
+def _takes_kv(sequence: Sequence) -> bool:
+    """Whether KV of another worker is written to its blocks."""
+    return sequence.state is SequenceState.RESERVED or (sequence.is_prefix and sequence.state is SequenceState.LOADING)
 
 
 def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:

@@ -13,6 +13,7 @@ from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import (
     End,
     EndReason,
+    Fetched,
     HandedOver,
     MigrationFailed,
     PrefillDone,
@@ -29,6 +30,7 @@ class _Pending:
     handed_over: list[HandedOver] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     migrations_failed: list[MigrationFailed] = field(default_factory=list)
+    fetched: list[Fetched] = field(default_factory=list)
 
     def to_update(self) -> StepUpdate:
         tokens = tuple(
@@ -41,6 +43,7 @@ class _Pending:
             handed_over=tuple(self.handed_over),
             ends=tuple(self.ends),
             migrations_failed=tuple(self.migrations_failed),
+            fetched=tuple(self.fetched),
         )
 
 
@@ -81,6 +84,10 @@ class Outbox:
             queue_s=queue_s,
         )
         self._for(gateway_id).prefilled.append(message)
+
+    def fetched(self, gateway_id: GatewayId, message: Fetched) -> None:
+        """The fetch of a prefix is over for a sequence."""
+        self._for(gateway_id).fetched.append(message)
 
     def handed_over(self, gateway_id: GatewayId, message: HandedOver) -> None:
         """The sequence is on the decode worker now."""

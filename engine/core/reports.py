@@ -7,11 +7,19 @@ Owner: the asyncio side of one worker.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import STEP_SECONDS_BOUNDS, StepSample, TierCounts, TransferCount, WorkerMetrics
+from disagg.proto.messages import (
+    STEP_SECONDS_BOUNDS,
+    FetchOutcome,
+    StepSample,
+    TierCounts,
+    TransferCount,
+    WorkerMetrics,
+)
 
 
 class EngineTotals(NamedTuple):
@@ -36,6 +44,9 @@ class EngineTotals(NamedTuple):
     """Prompt tokens whose KV was loaded from a tier; among the cached ones."""
     dropped_extents: int = 0
     tiers: tuple[TierCounts, ...] = ()
+    fetched_tokens: int = 0
+    """Prompt tokens whose KV came from another worker; among the cached ones."""
+    fetches: Mapping[FetchOutcome, int] = MappingProxyType({})
 
 
 class WorkerCounters:
@@ -61,7 +72,7 @@ class WorkerCounters:
         self._prompt_tokens_left_out += prompt_tokens
         self._output_tokens_left_out += output_tokens
 
-    def metrics(self, transfers: tuple[TransferCount, ...]) -> WorkerMetrics:
+    def metrics(self, transfers: tuple[TransferCount, ...], served_fetches: int = 0) -> WorkerMetrics:
         """All counters, with those of the roles."""
         return WorkerMetrics(
             step_seconds=tuple(self._steps),
@@ -78,6 +89,9 @@ class WorkerCounters:
             draft_runs=self._totals.draft_runs,
             expert_imbalance=self._totals.expert_imbalance,
             transfers=transfers,
+            fetched_tokens=self._totals.fetched_tokens,
+            fetches=dict(self._totals.fetches),
+            served_fetches=served_fetches,
             loaded_tokens=self._totals.loaded_tokens,
             dropped_extents=self._totals.dropped_extents,
             tiers=self._totals.tiers,

@@ -159,12 +159,12 @@ class Scheduler:
             self._slack.waits(sequence)
 
     def load(self, sequence: Sequence) -> None:
-        """Take in a sequence whose prefix is loaded from a tier before it is queued by `begin`."""
+        """Take in a sequence whose prefix is loaded from a tier, or fetched, before it is queued by `begin`."""
         sequence.state = SequenceState.LOADING
         self.sequences[sequence.key] = sequence
 
     def begin(self, sequence: Sequence) -> None:
-        """Queue a LOADING sequence. What was loaded is in the prefix cache, where it is the last to be evicted."""
+        """Queue a LOADING sequence. What was loaded or fetched is in the prefix cache, the last to be evicted."""
         assert sequence.state is SequenceState.LOADING
         self.kv_cache.free(sequence)
         sequence.state, sequence.loading_tokens = SequenceState.WAITING, 0
@@ -184,8 +184,9 @@ class Scheduler:
         return None
 
     def extend_reserved(self, sequence: Sequence, group: int, end: int) -> None:
-        """Give a RESERVED sequence, out of its reservation, the blocks of a cache group for tokens [0, end)."""
-        assert sequence.state is SequenceState.RESERVED
+        """Give a RESERVED sequence, or a prefix that is fetched, out of its reservation the blocks of a cache group for
+        tokens [0, end)."""
+        assert sequence.state is SequenceState.RESERVED or sequence.is_prefix
         self.kv_cache.extend_group(sequence, group, end)
 
     def join(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Event]:
@@ -367,6 +368,14 @@ class Scheduler:
         mosts = [(e.sequence, most_drafts(e.sequence, self.max_model_len) - 1) for e in plan.decodes]
         context = sum([entry.end for entry in plan.decodes])
         return self.speculation.would_plan(mosts, num_rows=len(plan.decodes), context=context, most_rows=most_rows)
+
+    def has_time(self) -> bool:
+        """Whether the next step may take longer than its decodes need, by the targets of their sequences."""
+        if self._slack is None:
+            return True
+        decoding = [s for s in self.running.values() if s.is_decoding]
+        counted = [Decode(s, s.num_output_tokens, s.num_tokens) for s in decoding]
+        return self._slack.step_budget(counted, self._now).ms > 0.0
 
     def _longest_ms(self, plan: StepPlan) -> float:
         """How long a step may take whose drafts may all be wrong, by the targets of its sequences."""

@@ -109,6 +109,8 @@ class ReserveBlocks:
     """D: lock the cached prefix and count the blocks. Answer: `Receiver.on_reserved` or `on_reserve_refused`."""
 
     spec: SequenceSpec
+    is_prefix: bool = False
+    """Whether it is a prefix that D fetches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,9 @@ class ReceiverIo(PairIo, Protocol):
         """Receive into the slot's buffer. Answer: `ReceiverShell.on_received`."""
         ...
 
-    def on_offered(self, spec: SequenceSpec) -> bool:
-        """An attempt was offered. Returns False where this worker has it already."""
+    def on_offered(self, spec: SequenceSpec, *, is_prefix: bool) -> bool:
+        """An attempt, or a prefix, was offered. Returns False where this worker has it already, or did not ask for
+        it."""
         ...
 
     def on_over(self, over: ReceiveOver) -> None:
@@ -200,13 +201,14 @@ class SenderShell(PairShell[ReceiverToSender, SenderCommand]):
         self._io = io
         self._digests = digests
 
-    def offer(self, spec: SequenceSpec, now: float, move: int = 0) -> None:
+    def offer(self, spec: SequenceSpec, now: float, move: int = 0, *, is_prefix: bool = False) -> None:
         """Offer an attempt; see `Sender.offer`. One of which something is still here is reported as failed."""
         commands: Sequence[SenderCommand]
         try:
-            commands = self.half.offer(spec, now, move)
+            commands = self.half.offer(spec, now, move, is_prefix=is_prefix)
         except TransitionError as error:  # a gateway that uses a key again, or a move that was given up a moment ago
-            commands = [SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)), stays=move > 0)]
+            over = SendOver(spec.key, "failed", Cause(Failure.OTHER, str(error)), stays=move > 0)
+            commands = [ReleaseSequence(spec.key), over] if is_prefix else [over]
         self._carry_out(commands)
 
     def cancel(self, key: AttemptKey, cause: Cause = CANCELLED) -> None:
@@ -316,9 +318,9 @@ class ReceiverShell(PairShell[SenderToReceiver, ReceiverCommand]):
                     self._copies[key, seq] = nbytes
                     data = self.buffer(slot)[:nbytes]
                     io.post(Scatter(key, seq, start, end, data, self._peer_tp, digest=digest, group=group))
-                case ReserveBlocks(spec):
-                    if io.on_offered(spec):
-                        io.post(Reserve(spec))
+                case ReserveBlocks(spec, is_prefix):
+                    if io.on_offered(spec, is_prefix=is_prefix):
+                        io.post(Reserve(spec, is_prefix))
                     else:
                         self._carry_out(self.half.on_reserve_refused(spec.key, HERE_ALREADY))
                 case ExtendSequence(key, token_ids):

@@ -110,6 +110,8 @@ class ReceiveAttempt:
     generation: int
     move: int = 0
     """Number of the move of a running sequence, from its offer."""
+    is_prefix: bool = False
+    """Whether it is a prefix that was fetched."""
     num_known_tokens: int = field(init=False)
     """Tokens whose KV must be here in the end."""
     state: ReceiveState = ReceiveState.RESERVING
@@ -267,7 +269,7 @@ def check_commit(attempt: ReceiveAttempt, commit: Commit) -> None:
     num_announced = min(attempt.next_tokens)
     if commit.num_chunks != attempt.next_seq or num_announced != num_known:
         raise PeerError(f"Commit of {attempt.key} after {num_announced} of {num_known} tokens")
-    if commit.token_id < 0:
+    if (commit.token_id is None) != attempt.is_prefix or (commit.token_id is not None and commit.token_id < 0):
         raise PeerError(f"Commit of {attempt.key} with token {commit.token_id}")
 
 

@@ -5,6 +5,8 @@ its bytes arrive in a staging slot, are compared with the checksum that P sent, 
 `Commit` is here and all bytes are verified, the join is ordered behind the last scatter, so that the engine does both
 between the same two steps; it joins nothing whose KV did not land. When all is in the cache, P may forget the sequence.
 
+A prefix that D fetched joins nothing: when all of it is in the cache it is released, and its blocks stay cached.
+
 With `digests` nothing is compared before the scatter: D's device computes the digest of what arrives there, and the
 engine joins only what has the announced one.
 
@@ -247,8 +249,10 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             out.append(SendControl(Refused(request_id=key.request_id, attempt=key.attempt, reason=ATTEMPT_IS_OVER)))
         else:
             self._last_generation += 1
-            self._attempts[key] = ReceiveAttempt(message.spec, self._last_generation, message.move)
-            out.append(ReserveBlocks(message.spec))
+            self._attempts[key] = ReceiveAttempt(
+                message.spec, self._last_generation, message.move, is_prefix=message.is_prefix
+            )
+            out.append(ReserveBlocks(message.spec, message.is_prefix))
 
     def _on_header(self, header: ChunkHeader) -> None:
         attempt = self._current(header)
@@ -320,11 +324,12 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             self._give_up(chunk.attempt, Cause(Failure.CHUNK_REJECTED, detail), out)
 
     def _join_if_verified(self, attempt: ReceiveAttempt, out: Commands) -> None:
-        """Order the join; it does not wait for the answers of the scatters before it."""
+        """Order the join; it does not wait for the answers of the scatters before it. A prefix has none."""
         if attempt.commit is None or attempt.num_unverified_tokens:
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOIN)
-        out.append(JoinSequence(attempt.key, attempt.commit.token_id, attempt.commit.logprobs))
+        if attempt.commit.token_id is not None:
+            out.append(JoinSequence(attempt.key, attempt.commit.token_id, attempt.commit.logprobs))
         self._acknowledge_if_whole(attempt, out)
 
     def _acknowledge_if_whole(self, attempt: ReceiveAttempt, out: Commands) -> None:
@@ -333,6 +338,8 @@ class Receiver(PairHalf[ReceiveAttempt, SenderToReceiver, ReceiverCommand]):
             return
         attempt.state = RECEIVE_TABLE.next(attempt.state, ReceiveEvent.JOINED)
         self._forget(attempt)
+        if attempt.is_prefix:
+            out.append(ReleaseSequence(attempt.key))
         out.append(SendControl(attempt.acknowledgement))
         self._report(attempt, "committed", None, out)
 

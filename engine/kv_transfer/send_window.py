@@ -21,6 +21,8 @@ A sequence that moves while it decodes is an attempt, too. Its KV is cut as if i
 is worth a payload has arrived, it is held, and then its last tokens are known and it is complete. Of its windows, which
 move on meanwhile, all is sent then.
 
+A prefix that D fetches is an attempt whose tokens are all computed and held before it is offered.
+
 A payload has whole tokens of one cache group and at most `max_chunk_bytes`. During prefill a payload goes out when it
 is full, or when a step left at least half of a full one; what is smaller waits for the next step, because a lone small
 message costs milliseconds. When the prompt is computed, the rest goes out whatever its size.
@@ -155,6 +157,8 @@ class SendAttempt:
     """Tokens whose KV must be on D in the end."""
     move: int = 0
     """Number of the move where it is a running sequence; 0 for a prompt."""
+    is_prefix: bool = False
+    """Whether it is a prefix that D fetches, which the engine holds since before the offer."""
     is_growing: bool = False
     """Whether it is a running sequence that was not held yet: it has more tokens than are known here."""
     is_hold_ordered: bool = False
@@ -181,6 +185,7 @@ class SendAttempt:
     def __post_init__(self) -> None:
         self.num_known_tokens = self.spec.num_known_tokens
         self.is_growing = self.move > 0
+        self.started = self.is_prefix
 
     @property
     def key(self) -> AttemptKey:
@@ -214,10 +219,10 @@ class SendAttempt:
 
     @property
     def can_commit(self) -> bool:
-        """Whether all is announced and token 0 is known."""
+        """Whether all is announced, and token 0 is known if there is one."""
         return (
             self.state is SendState.PREFILLING
-            and self.token_id is not None
+            and (self.token_id is not None or self.is_prefix)
             and not self.is_growing
             and all(token == self.num_known_tokens for token in self.next_tokens)
             and self.num_unannounced == 0
@@ -226,7 +231,7 @@ class SendAttempt:
     @property
     def commit(self) -> Commit:
         """Sent when all is announced."""
-        assert self.token_id is not None
+        assert (self.token_id is None) == self.is_prefix
         request_id, number = self.key
         return Commit(
             request_id=request_id,

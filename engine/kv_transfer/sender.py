@@ -5,6 +5,8 @@ staging slot, announced to D with its checksum, and sent when D clears it. The e
 for, is announced while it is computed, and its checksum follows. When all chunks are announced and token 0 is known,
 `Commit` goes out; D's acknowledgement ends the hand-over, and the sequence is released here.
 
+A prefix that D fetches is computed and held already: it is sent when D has reserved, and committed without a token.
+
 A running sequence is handed over in the same way (`move`). It decodes on while D reserves and most of its KV is copied;
 then it is held for what is left. Until `Commit` is sent it can go on here, and does so where the hand-over fails.
 
@@ -105,23 +107,24 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
 
     # ------------------------------------------------------------ inputs of this worker
 
-    def offer(self, spec: SequenceSpec, now: float, move: int = 0) -> Commands:
-        """Offer this attempt to D: a prompt, or move number `move` of a sequence that decodes here, with the tokens
-        whose KV is computed.
+    def offer(self, spec: SequenceSpec, now: float, move: int = 0, *, is_prefix: bool = False) -> Commands:
+        """Offer this attempt to D: a prompt; move number `move` of a sequence that decodes here, with the tokens whose
+        KV is computed; or a prefix that D fetches and the engine holds. That is released when the hand-over is over.
 
         Raises:
             TransitionError: if the attempt was offered before and something of it is still here.
         """
         self._clock.advance(now)
         if self.closed:
-            return [SendOver(spec.key, "failed", PAIR_CLOSED, stays=move > 0)]
+            over: Commands = [ReleaseSequence(spec.key)] if is_prefix else []
+            return [*over, SendOver(spec.key, "failed", PAIR_CLOSED, stays=move > 0)]
         if spec.key in self._attempts or self._window.has_any_of(spec.key):
             raise TransitionError(f"{spec.key} was offered before")
         deadline = None if spec.timeout_s is None else now + spec.timeout_s
         self._attempts[spec.key] = SendAttempt(
-            spec, SendState.OFFERED, deadline, move=move, waiting_since=self._clock.now
+            spec, SendState.OFFERED, deadline, move=move, is_prefix=is_prefix, waiting_since=self._clock.now
         )
-        return [SendControl(Offer(spec=spec, move=move))]
+        return [SendControl(Offer(spec=spec, move=move, is_prefix=is_prefix))]
 
     def on_chunk_planned(self, key: AttemptKey, end: int) -> Commands:
         """P's engine computes tokens before `end` now; gathers of them are done when they are computed."""
@@ -248,7 +251,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         attempt.cached_tokens = message.cached_tokens
         self._window.begin(attempt)
         attempt.started = True
-        if attempt.move:
+        if attempt.move or attempt.is_prefix:
             attempt.num_planned = attempt.num_known_tokens
             self._moving[attempt.key] = attempt
         else:
@@ -263,6 +266,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         if attempt.state is SendState.OVER:
             self._report(attempt, "refused", Cause(Failure.REFUSED, message.reason), out)
             self._forget(attempt)
+            self._release(attempt, out)
 
     def _on_clear_to_send(self, message: ClearToSend, out: Commands) -> None:
         chunk = self._window.get(message.key, message.seq)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.commands import Command, Event
+from disagg.engine.commands import Command, Event, FetchOrdered
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.outbox import Outbox
 from disagg.engine.parallel.interfaces import Followers
@@ -95,6 +95,10 @@ class Role(Protocol):
         """A decode worker joined; a role that hands over to it prepares for that."""
         ...
 
+    def fetch(self, order: FetchOrdered) -> None:
+        """Get the KV of a prefix from another worker; for the role that receives."""
+        ...
+
     def migrate(self, message: Migrate, gateway_id: GatewayId) -> None:
         """Move an attempt that decodes on this worker to another one; for the role that sends."""
         ...
@@ -114,6 +118,11 @@ class Role(Protocol):
     def on_event(self, event: Event) -> None:
         """An engine event about one of this role's attempts, which another role may have, too: a sequence that moves.
         One that only concerns the other role is ignored."""
+        ...
+
+    @property
+    def num_served_fetches(self) -> int:
+        """Fetches of other workers for which it gave KV, since the start."""
         ...
 
     def transfers(self) -> list[TransferCount]:

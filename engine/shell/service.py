@@ -81,6 +81,10 @@ class ServedWorker(Protocol):
         """What was sent to each decode worker since the start."""
         ...
 
+    def num_served_fetches(self) -> int:
+        """Fetches of other workers for which KV was given, since the start."""
+        ...
+
     def num_pending_prompt_tokens(self) -> int:
         """Tokens of dispatched prompts that the engine does not count yet."""
         ...
@@ -297,7 +301,7 @@ class WorkerService:
         try:
             while True:
                 kv_events = await watch.take_events(self._worker.prefix_snapshot, config.report_idle_s)
-                before, metrics = metrics, self._counters.metrics(self._worker.transfers())
+                before, metrics = metrics, self._metrics()
                 report = WorkerReport(
                     worker_id=info.worker_id,
                     incarnation=info.incarnation,
@@ -322,6 +326,9 @@ class WorkerService:
         finally:
             self._watches.discard(watch)
             watch.close()
+
+    def _metrics(self) -> WorkerMetrics:
+        return self._counters.metrics(self._worker.transfers(), self._worker.num_served_fetches())
 
     def _load_now(self) -> Load:
         """The engine's, and the prompts that it does not count yet."""

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from disagg.connections.cluster_secret import ClusterSecret
-from disagg.engine.commands import Command, Event, Gathered, TokenSampled
+from disagg.engine.commands import Command, Event, FetchEnded, FetchOrdered, FetchPrefix, Gathered, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.core.engine_core import EngineCore
@@ -297,6 +297,7 @@ class Worker:
             max_itl_ms=config.max_itl_ms,
             start_phases=self.stages.phases,
             tiers=self._tiers,
+            fetches=config.fetch,
             arithmetic=runner.arithmetic,
             expert_share=runner.expert_share,
             buffers=(*runner.buffers, BufferSize("swap", config.swap_bytes), *self._tier_buffers),
@@ -391,12 +392,18 @@ class Worker:
 
     def _on_batch(self, batch: Batch) -> None:
         for event in batch.events:
-            if isinstance(event, TokenSampled):
-                if is_probe(event.gateway_id):
-                    self._leave_out(event)
-                self.outbox.token(event.gateway_id, event.key, event.index, event.token_id, event.logprobs)
-            else:
-                self._route(event)
+            match event:
+                case TokenSampled():
+                    if is_probe(event.gateway_id):
+                        self._leave_out(event)
+                    self.outbox.token(event.gateway_id, event.key, event.index, event.token_id, event.logprobs)
+                case FetchEnded():
+                    self.outbox.fetched(event.gateway_id, event.message)
+                case FetchOrdered():
+                    for role in self._roles:
+                        role.fetch(event)
+                case _:
+                    self._route(event)
         self._pending_prompts.added(batch.added)
         self._service.publish(batch)
 
@@ -445,6 +452,8 @@ class Worker:
                     self._pending_prompts.dispatched(spec.key, spec.num_known_tokens)
                     if is_probe(spec.gateway_id):
                         self._probes[spec.gateway_id] = spec.num_known_tokens
+                    if dispatch.fetch is not None and self.config.fetch:
+                        self.post(FetchPrefix(spec, dispatch.fetch))
                 role.dispatch(dispatch)
                 return
         detail = f"{self.config.worker_id} with roles {', '.join(self.config.roles)} cannot run this dispatch"
@@ -460,6 +469,10 @@ class Worker:
     def transfers(self) -> tuple[TransferCount, ...]:
         """What was sent to each decode worker since the start."""
         return tuple(count for role in self._roles for count in role.transfers())
+
+    def num_served_fetches(self) -> int:
+        """Fetches of other workers for which KV was given, since the start."""
+        return sum(role.num_served_fetches for role in self._roles)
 
     def num_pending_prompt_tokens(self) -> int:
         """Number of tokens of prompts that were dispatched and that the engine's load does not count yet."""

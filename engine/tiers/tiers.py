@@ -11,6 +11,7 @@ A worker without tiers has no object of this class.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from disagg.engine.commands import (
     TierAnswer,
@@ -28,7 +29,7 @@ from disagg.engine.plan import ModelRunner
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.tiers.admission import Admission
-from disagg.engine.tiers.extents import chain_of
+from disagg.engine.tiers.extents import chain_of, extent_keys
 from disagg.engine.tiers.loading import Loading
 from disagg.engine.tiers.store import TierParts, TierStore
 from disagg.engine.tiers.write_queue import WriteQueue
@@ -121,6 +122,10 @@ class Tiers:
         self._scheduler.load(sequence)
         self._loading.add(sequence)
         return True
+
+    def num_held(self, hashes: Seq[BlockHash], num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a chain a tier has."""
+        return max(self._store.num_held(extent_keys(hashes, num_tokens))) * EXTENT_TOKENS
 
     def released(self, sequence: Sequence, has_answered: bool) -> None:
         """A sequence ends and is about to give back its blocks; `has_answered`: with its whole answer."""
@@ -226,9 +231,8 @@ class Tiers:
         """Extents that were to be written and were not: their blocks were needed first, or there was no place."""
         return self._queue.num_dropped
 
-    def check_integrity(self) -> list[str]:
-        """Findings; empty when sound."""
-        loading = {key for key, s in self._scheduler.sequences.items() if s.state is SequenceState.LOADING}
+    def check_integrity(self, loading: set[AttemptKey]) -> list[str]:
+        """Findings, given the sequences that are loaded from tiers; empty when sound."""
         return self._store.check_integrity(is_loading=bool(loading)) + self._loading.check_integrity(loading)
 
     # ------------------------------------------------------------ inside

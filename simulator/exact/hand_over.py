@@ -124,8 +124,9 @@ class _ReceiverEnd(_End):
     def receive_kv(self, chunk: ReceiveKv) -> None:
         """Do nothing: the receive is posted at once, and the bytes come in this order."""
 
-    def on_offered(self, spec: SequenceSpec) -> bool:
+    def on_offered(self, spec: SequenceSpec, *, is_prefix: bool) -> bool:
         """Ask D whether it takes the attempt."""
+        assert not is_prefix, "nobody fetches here"
         return self._pair.decode.on_offered(self._pair, spec)
 
     def on_over(self, over: ReceiveOver) -> None:

@@ -27,7 +27,7 @@ VOCAB_SIZE = 1000
 GATEWAY = GatewayId("gateway")
 ROOT = root_hash(FAKE_FINGERPRINT)
 BLOCK = 16
-IDLE = {"sequences": 0, "blocks_active": 0, "blocks_reserved": 0, "swap_bytes": 0, "copies": 0}
+IDLE = {"sequences": 0, "blocks_active": 0, "blocks_reserved": 0, "swap_bytes": 0, "copies": 0, "fetches": 0}
 """What the audit of a core counts that holds nothing."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.engine.commands import Add, Command, Event
+from disagg.engine.commands import Add, Command, Event, FetchOrdered, FetchPrefix
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate
@@ -26,8 +26,8 @@ from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import ReceiverToSender, SenderToReceiver
-from disagg.proto.ids import AttemptKey, GatewayId, RequestId
-from disagg.proto.messages import Sampling, SequenceSpec
+from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
+from disagg.proto.messages import Fetched, FetchFrom, PeerRef, Sampling, SequenceSpec
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 from tests.support.pair_ends import CheckedReceiver, CheckedSender
 
@@ -185,6 +185,10 @@ class WorkerPair:
         self.specs: dict[AttemptKey, SequenceSpec] = {}
         self.moves: dict[AttemptKey, SequenceSpec] = {}
         """With what running sequences were offered."""
+        self.fetches: dict[AttemptKey, FetchOrdered] = {}
+        """Prefixes that D fetches from P, by their own keys."""
+        self.fetched: dict[AttemptKey, Fetched] = {}
+        """What became of them for each sequence."""
         self.decoding: set[AttemptKey] = set()
         """Sequences that ran on P alone at first."""
         self.p_overs: defaultdict[AttemptKey, list[SendOver]] = defaultdict(list)
@@ -202,6 +206,15 @@ class WorkerPair:
     def offer(self, spec: SequenceSpec) -> AttemptKey:
         self.specs[spec.key] = spec
         self.sender.offer(spec)
+        return spec.key
+
+    def fetch(self, spec: SequenceSpec, *, end_token: int, timeout_s: float = 60.0) -> AttemptKey:
+        """Run a sequence on D alone, for which D fetches a prefix from P."""
+        self.specs[spec.key] = spec
+        self.decoding.add(spec.key)
+        peer = PeerRef(worker_id=WorkerId("p"), incarnation=Incarnation("p.1"), address="p:1")
+        fetch = FetchFrom(peer=peer, end_token=end_token, timeout_ms=timeout_s * 1e3)
+        self.d.commands += [FetchPrefix(spec, fetch), Add(spec)]
         return spec.key
 
     def decode_on_p(self, spec: SequenceSpec, num_tokens: int) -> AttemptKey:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from typing_extensions import override
 
 from disagg.engine.commands import (
@@ -19,9 +20,15 @@ from disagg.engine.commands import (
     Export,
     Exported,
     Extend,
+    FetchEnded,
+    FetchGivenUp,
+    FetchOrdered,
+    FetchOver,
     Gather,
     Gathered,
     Join,
+    Pin,
+    Pinned,
     Release,
     Reserve,
     Reserved,
@@ -35,9 +42,11 @@ from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.handover import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import FetchOutcome, SequenceSpec
+from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds
 
 if TYPE_CHECKING:
     from tests.support.pair import WorkerPair
@@ -135,6 +144,9 @@ class CheckedSender(CheckedEnd):
                     pair.moves[key] = spec
                     self.shell.offer(spec, pair.now, number)
                 return
+            case Pinned(key, num_tokens):
+                self._on_pinned(key, num_tokens)
+                return
             case Gathered(key, seq, ok, digest):
                 out = self._gathers.pop((key, seq)).out
                 self._end_use(out.base, (key, seq))
@@ -142,6 +154,19 @@ class CheckedSender(CheckedEnd):
             case Ended(key, _, reason):
                 pair.ends[key].append(("p", reason))
         assert self.shell.on_event(event), event
+
+    def _on_pinned(self, key: AttemptKey, num_tokens: int) -> None:
+        order = self._pair.fetches[key]
+        if num_tokens > order.from_token:
+            cut = msgspec.structs.replace(
+                order.spec,
+                prompt_token_ids=PackedTokenIds(order.spec.prompt_token_ids[: num_tokens * TOKEN_ID_BYTES]),
+                block_hashes=order.spec.block_hashes[: num_tokens // HASH_BLOCK_TOKENS],
+            )
+            self.shell.offer(cut, self._pair.now, is_prefix=True)
+        else:
+            self.post(Release(key))
+            self._pair.receiver.fetch_over(key, "refused")
 
     # ------------------------------------------------------------ SenderIo
 
@@ -203,6 +228,7 @@ class CheckedReceiver(CheckedEnd):
         """Tokens whose scatter was ordered, by cache group."""
         self._grown: Counter[AttemptKey] = Counter()
         """Tokens by which running sequences grew."""
+        self._open_fetches: set[AttemptKey] = set()
         self._owned: set[AttemptKey] = set()
         """Committed attempts that the engine runs."""
 
@@ -229,7 +255,22 @@ class CheckedReceiver(CheckedEnd):
             case Ended(key, _, reason):
                 pair.ends[key].append(("d", reason))
                 self._owned.discard(key)
+            case FetchOrdered(key, spec):
+                pair.fetches[key] = event
+                self._open_fetches.add(key)
+                pair.p.commands.append(Pin(spec))
+            case FetchGivenUp(key):
+                self.shell.cancel(key)
+                self.fetch_over(key, "late")
+            case FetchEnded(key, _, message):
+                pair.fetched[key] = message
         self.shell.on_event(event)
+
+    def fetch_over(self, key: AttemptKey, outcome: FetchOutcome) -> None:
+        """Tell D's engine, once."""
+        if key in self._open_fetches:
+            self._open_fetches.discard(key)
+            self._pair.d.commands.append(FetchOver(key, outcome))
 
     # ------------------------------------------------------------ ReceiverIo
 
@@ -275,11 +316,12 @@ class CheckedReceiver(CheckedEnd):
         else:
             self._pair.wire.recvs.append((memory, chunk.nbytes, done))
 
-    def on_offered(self, spec: SequenceSpec) -> bool:
-        return True
+    def on_offered(self, spec: SequenceSpec, *, is_prefix: bool) -> bool:
+        return not is_prefix or spec.key in self._open_fetches
 
     def on_over(self, over: ReceiveOver) -> None:
         self._pair.d_overs[over.key].append(over)
+        self.fetch_over(over.key, "done" if over.cause is None else "failed")
 
 
 class RecordedIo:
@@ -320,7 +362,7 @@ class RecordedIo:
     def on_reserved(self, key: AttemptKey) -> None:
         self._calls.append(("reserved", key))
 
-    def on_offered(self, spec: SequenceSpec) -> bool:
+    def on_offered(self, spec: SequenceSpec, *, is_prefix: bool) -> bool:
         self._calls.append(("offered", spec.key))
         return self._takes_offers
 

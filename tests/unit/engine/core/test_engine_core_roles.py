@@ -65,7 +65,7 @@ class TestPrefillRole:
             PrefillComputed(KEY, GATEWAY, token_id, cached_tokens=0),
         ]
         assert core.audit() == (
-            {"sequences": 1, "blocks_active": 3, "blocks_reserved": 0, "swap_bytes": 0, "copies": 0},
+            {"sequences": 1, "blocks_active": 3, "blocks_reserved": 0, "swap_bytes": 0, "copies": 0, "fetches": 0},
             [],
         )
         handle_all(core, Release(KEY))
@@ -141,6 +141,7 @@ class TestDecodeRole:
             "blocks_reserved": 3,
             "swap_bytes": 0,
             "copies": 0,
+            "fetches": 0,
         }
         assert not core.has_work
         assert handle_all(core, Scatter(KEY, 0, 0, 20, kv_of(PROMPT, 0, 20))) == [Scattered(KEY, 0, ok=True)]
@@ -150,6 +151,7 @@ class TestDecodeRole:
             "blocks_reserved": 1,
             "swap_bytes": 0,
             "copies": 0,
+            "fetches": 0,
         }
         handle_all(core, Scatter(KEY, 1, 20, 40, kv_of(PROMPT, 20, 40)))
         assert core.drain_kv_events() == ()
