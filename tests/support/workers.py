@@ -29,6 +29,8 @@ from disagg.proto.messages import (
     Cancel,
     Dispatch,
     End,
+    Fetched,
+    FetchFrom,
     GatewayToWorker,
     HandedOver,
     PeerRef,
@@ -93,6 +95,7 @@ class Answer:
     """By output index; empty where the request wanted none."""
     prefilled: list[PrefillDone] = field(default_factory=list)
     handed_over: list[HandedOver] = field(default_factory=list)
+    fetched: list[Fetched] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
@@ -174,6 +177,8 @@ class GatewayStub:
             answer.computed.set()
         for handed_over in update.handed_over:
             self.answers[AttemptKey(handed_over.request_id, handed_over.attempt)].handed_over.append(handed_over)
+        for fetched in update.fetched:
+            self.answers[AttemptKey(fetched.request_id, fetched.attempt)].fetched.append(fetched)
         for end in update.ends:
             answer = self.answers[AttemptKey(end.request_id, end.attempt)]
             answer.ends.append(end)
@@ -190,8 +195,12 @@ class GatewayStub:
         emitted: Sequence[int] = (),
         timeout_s: float | None = None,
         attempt: int = 1,
+        fetch_from: str | None = None,
+        end_token: int = 0,
+        fetch_timeout_s: float = WAIT_S,
     ) -> tuple[AttemptKey, Answer]:
-        """Dispatch to `worker`, handing over to `to` if given."""
+        """Dispatch to `worker`, handing over to `to` if given, and fetching the first `end_token` tokens from
+        `fetch_from` if that is given."""
         info = self.infos[worker]
         root = root_hash(info.fingerprint)
         spec = SequenceSpec(
@@ -206,12 +215,16 @@ class GatewayStub:
             timeout_s=timeout_s,
         )
         answer = self.answers[spec.key] = Answer()
-        peer = None
-        if to is not None:
-            decode = self.infos[to]
-            peer = PeerRef(worker_id=decode.worker_id, incarnation=decode.incarnation, address=decode.address)
-        self._queues[worker].put_nowait(Dispatch(spec=spec, decode_peer=peer))
+        peer = None if to is None else self._peer(to)
+        fetch = None
+        if fetch_from is not None:
+            fetch = FetchFrom(peer=self._peer(fetch_from), end_token=end_token, timeout_ms=fetch_timeout_s * 1e3)
+        self._queues[worker].put_nowait(Dispatch(spec=spec, decode_peer=peer, fetch=fetch))
         return spec.key, answer
+
+    def _peer(self, worker: str) -> PeerRef:
+        info = self.infos[worker]
+        return PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
 
     async def run(self, prompt: Sequence[int], **how: object) -> Answer:
         """`submit` and wait for the end and, where D took over, for the end that P sends on its own stream."""

@@ -19,9 +19,9 @@ PREFIX = 256
 PROMPT = prompt_of(NUM_TOKENS)
 
 
-def pair_with_prefix(**options: int) -> WorkerPair:
+def pair_with_prefix(d_blocks: int = 64) -> WorkerPair:
     """P has computed the prompt."""
-    pair = WorkerPair(chunk_tokens=24, **options)
+    pair = WorkerPair(chunk_tokens=24, d_blocks=d_blocks)
     pair.p.run_alone(spec_of("earlier", PROMPT))
     return pair
 
