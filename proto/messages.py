@@ -496,7 +496,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     """Time from then until the first step that computed part of the prompt, in seconds."""
 
 
-class Fetched(Message, frozen=True, kw_only=True):
+class Fetched(Message, frozen=True, kw_only=True, gc=False):
     """A fetch that a `Dispatch` asked for is over."""
 
     request_id: RequestId

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
-from disagg.proto.messages import Load, Sampling, StepCoefficients, TokenLogprobs, WorkerInfo, WorkerMetrics
+from disagg.proto.messages import Fetched, Load, Sampling, StepCoefficients, TokenLogprobs, WorkerInfo, WorkerMetrics
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
 from disagg.router.config import Decodes
 from disagg.router.statistics import Rates, RouterStats
@@ -232,6 +232,8 @@ class AttemptMarks(msgspec.Struct, kw_only=True, gc=False):
     """Seconds from the first chunk until all KV was in place."""
     decode_queue_s: float | None = None
     """Seconds from the hand-over until the first decode step."""
+    fetched: Fetched | None = None
+    """The end of the fetch of KV that it began with."""
     moves: tuple[MoveMarks, ...] = ()
 
     def note_move(self, source: WorkerId, target: WorkerId, now: float) -> None:

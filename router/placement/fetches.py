@@ -1,46 +1,138 @@
-"""What a worker would load from its own tiers for a request, if that is quicker than computing it. Pure.
+"""What a worker would load from its own tiers, or get from another worker, for a request, if that is quicker than
+computing it. Pure.
 
-The worker decides by itself when the request is there (`engine/tiers/load_times.py`), and loads whatever is quicker.
-Here a load counts only if it wins clearly, because what a worker reports is a little old.
+    compute   wait, and prefill of all that is not cached
+    a tier    max(wait, load) and prefill of what is behind it
+    a peer    max(wait, fetch) and prefill of what is behind it, and the delay of the source's sequences
+
+A fetch from a peer takes what the source's present step takes, the time to form the connection, and the transfer. The
+worker decides by itself whether it loads from its tiers when the request is there (`engine/tiers/load_times.py`); a
+fetch is asked for with the dispatch. Either counts only if it wins clearly, because what is reported of workers is a
+little old.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from disagg.proto.block_hash import max_cached_tokens
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.messages import EXTENT_TOKENS, TierName
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, FetchPlan
+from disagg.router.workers.fetch_links import FetchLinks
 from disagg.router.workers.prefix_index import TierMatch
 from disagg.router.workers.worker import Worker
 
-_WON_BY, _WON_BY_MS = 1.1, 5.0
-"""A load must take less than computing by this factor, and by these milliseconds."""
+WON_BY, WON_BY_MS = 1.1, 5.0
+"""A load or a fetch must save more than the time it takes by this factor, and these milliseconds more."""
+MAX_HOLDERS, MAX_SOURCES = 4, 2
+"""Most workers with the longest prefixes among which sources are looked for, and most sources that are compared."""
+_GATHER_BYTE_MS = 0.33e-6
+"""Milliseconds for which a source's engine is held up by the copy of a byte: 3 GB/s (ADR 92)."""
 
 
-def fetch_plan(demand: Demand, candidate: Candidate, tiers: TierMatch) -> FetchPlan | None:
-    """The load that saves most; None where none saves enough."""
+class Source(NamedTuple):
+    """A worker that has a prefix of the request in its device cache and can give it to others."""
+
+    worker: Worker
+    tokens: int
+    """Leading tokens that it has: a multiple of `EXTENT_TOKENS`."""
+    wait_ms: float
+    """Milliseconds until the end of a step there, before which it sends nothing."""
+
+
+def source_wait_ms(worker: Worker) -> float:
+    """Milliseconds of a step of the worker as it is now; 0 where it runs none."""
+    if worker.outstanding_tokens > 0:
+        num_tokens = min(worker.outstanding_tokens, worker.prompt_room)
+        return worker.around_ms + num_tokens * worker.prefill_token_ms
+    return worker.token_ms if worker.num_decodes else 0.0
+
+
+def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int]]) -> Sequence[Source]:
+    """The best sources among workers and the numbers of leading blocks that each has: the deepest, and of those that
+    are as deep the ones that send soonest."""
+    limit = max_cached_tokens(demand.num_tokens) // EXTENT_TOKENS
+    found = []
+    for worker, num_blocks in holders:
+        num_extents = min(limit, num_blocks * HASH_BLOCK_TOKENS // EXTENT_TOKENS)
+        if num_extents:
+            found.append(Source(worker, num_extents * EXTENT_TOKENS, source_wait_ms(worker)))
+    if len(found) > 1:
+        found.sort(key=lambda source: (-source.tokens, source.wait_ms, source.worker.num_decodes))
+    return found[:MAX_SOURCES]
+
+
+def plan_fetch(
+    demand: Demand, candidate: Candidate, tiers: TierMatch | None, sources: Sequence[Source], links: FetchLinks
+) -> None:
+    """Set what the candidate, which would compute the prompt, would load or fetch, and what that was compared with."""
     worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
+    loads = () if tiers is None else _loads(worker, cached, num_tokens, tiers)
+    if sources:
+        sources = [each for each in sources if each.tokens > cached and each.worker is not worker and worker.fetches]
+    if not (loads or sources):
+        return
+    compute_ms = prefill_ms(worker, cached, num_tokens)
+    best: FetchPlan | None = None
+    best_ms = compute_ms
+    for load in loads:
+        ready_ms = load.ms + load.prefill_ms
+        if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
+            best, best_ms = load, ready_ms
+    ways = [FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms), *loads]
+    if sources:
+        wait_ms = worker.backlog_ms
+        own_ms = wait_ms + compute_ms if best is None else max(wait_ms, best.ms) + best.prefill_ms
+        best_ms = math.inf
+        for source in sources:
+            plan = _from_peer(demand, candidate, source, links)
+            ways.append(plan)
+            cost_ms = max(wait_ms, plan.ms) + plan.prefill_ms + plan.delay_ms
+            if cost_ms < best_ms and own_ms - cost_ms > plan.ms * (WON_BY - 1.0) + WON_BY_MS:
+                best, best_ms = plan, cost_ms
+    candidate.fetch, candidate.ways = best, tuple(ways)
+
+
+def _loads(worker: Worker, cached: int, num_tokens: int, tiers: TierMatch) -> Sequence[FetchPlan]:
+    """Loads of what is in host memory, and of what is there or on disk."""
     most = max_cached_tokens(num_tokens) // EXTENT_TOKENS
     num_host = min(most, tiers.tokens_of(worker.bit, "host") // EXTENT_TOKENS)
     num_disk = min(most, tiers.tokens_of(worker.bit, "disk") // EXTENT_TOKENS)
     start = cached // EXTENT_TOKENS
-    if max(num_host, num_disk) <= start:
-        return None
-    compute_ms = prefill_ms(worker, cached, num_tokens)
-    best: FetchPlan | None = None
-    best_ms = compute_ms
-    for end in (num_host, max(num_host, num_disk)):
-        from_host = max(0, min(end, num_host) - start)
-        load_ms = _load_ms(worker, "host", from_host) + _load_ms(worker, "disk", end - start - from_host)
-        saved_ms = compute_ms - prefill_ms(worker, end * EXTENT_TOKENS, num_tokens)
-        if end > start and saved_ms > load_ms * _WON_BY + _WON_BY_MS and compute_ms - saved_ms + load_ms < best_ms:
-            best_ms = compute_ms - saved_ms + load_ms
-            best = FetchPlan("host" if end - start == from_host else "disk", end * EXTENT_TOKENS, load_ms)
-    return best
+    found = []
+    if num_host > start:
+        found.append(_load("host", worker, num_tokens, num_host, _load_ms(worker, "host", num_host - start)))
+    if num_disk > max(start, num_host):
+        from_host = max(0, num_host - start)
+        ms = _load_ms(worker, "host", from_host) + _load_ms(worker, "disk", num_disk - start - from_host)
+        found.append(_load("disk", worker, num_tokens, num_disk, ms))
+    return found
+
+
+def _load(tier: TierName, worker: Worker, num_tokens: int, end: int, ms: float) -> FetchPlan:
+    tokens = end * EXTENT_TOKENS
+    return FetchPlan(tier, tokens, ms, prefill_ms=prefill_ms(worker, tokens, num_tokens))
 
 
 def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
     """Predicted milliseconds; infinite for a tier of which the worker has told nothing yet."""
     return num_extents * worker.extent_ms.get(tier, math.inf) if num_extents > 0 else 0.0
+
+
+def _from_peer(demand: Demand, candidate: Candidate, source: Source, links: FetchLinks) -> FetchPlan:
+    worker, peer, tokens = candidate.worker, source.worker, source.tokens
+    kv_bytes = worker.kv_layout.bytes_of(tokens, candidate.cached_tokens)
+    before_ms = source.wait_ms + links.setup_ms(peer.worker_id, worker.worker_id)
+    return FetchPlan(
+        "peer",
+        tokens,
+        before_ms + links.transfer_ms(peer.worker_id, worker.worker_id, kv_bytes, demand.now),
+        peer.worker_id,
+        kv_bytes,
+        before_ms,
+        peer.num_decodes * kv_bytes * _GATHER_BYTE_MS,
+        prefill_ms(worker, tokens, demand.num_tokens),
+    )

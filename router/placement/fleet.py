@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import PeerRef, RoleName, WorkerInfo, WorkerReport
+from disagg.proto.messages import FetchFrom, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig, num_split
+from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, plan_fetch
 from disagg.router.placement.forecast import wait_ms
-from disagg.router.placement.model_groups import ModelGroup, WorkerBucket, longest_of
+from disagg.router.placement.model_groups import NUM_TURNS, ModelGroup, WorkerBucket, longest_of
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version, version_of
 from disagg.router.workers.assignments import Assignment, Assignments
 from disagg.router.workers.circuit_breakers import (
@@ -36,8 +37,9 @@ from disagg.router.workers.circuit_breakers import (
 )
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.expected import ExpectedWorkers
+from disagg.router.workers.fetch_links import FetchLinks
 from disagg.router.workers.pairs import Pairs
-from disagg.router.workers.prefix_index import PrefixIndex, PrefixMatch
+from disagg.router.workers.prefix_index import PrefixIndex, PrefixMatch, WorkerSet
 from disagg.router.workers.tier_index import TierIndex
 from disagg.router.workers.worker import Worker, decodes_only
 from disagg.router.workers.worker_counts import WorkerCounts
@@ -46,6 +48,8 @@ FORECAST_S = 0.02
 """Seconds for which a forecast of decode places is kept."""
 _AS_SOON = 1.25
 """Waits within this factor of each other count as equal: forecasts are not more exact."""
+LEAST_FETCH_MS, FETCH_PATIENCE = 50.0, 2.0
+"""A fetch may take that many times as long as predicted, and at least these milliseconds."""
 MAX_FORECAST = 8
 """Most workers of a bucket that a forecast of decode places computes; the others are assumed to be like them."""
 
@@ -59,6 +63,7 @@ class Fleet:
         self.pairs = pairs
         self.index = PrefixIndex()
         self.tiers = TierIndex()
+        self.fetch_links = FetchLinks(config, links)
         self.counts = WorkerCounts()
         self.breakers = CircuitBreakers(config)
         self.num_openings = 0
@@ -76,6 +81,9 @@ class Fleet:
         self._groups: dict[Version, ModelGroup] = {}
         self._versions: frozenset[Version] | None = None
         """The model versions of the present workers; None until computed again."""
+        self._sources: dict[Version, WorkerSet] | None = None
+        """The workers of each model version that can give KV to others: draining ones, too, but none that is suspected.
+        None until computed again."""
         self._arithmetics: dict[WorkerId, str] | None = None
         """The arithmetic of each present worker if there are several, else empty; see `WorkerInfo.arithmetic`. None
         until computed again."""
@@ -144,6 +152,7 @@ class Fleet:
             self._join_bucket(worker)
         self._versions = self._arithmetics = None
         self._longest = self._longest_new = None
+        self._sources = None
         self.num_releases += 1
 
     def lost(self, worker_id: WorkerId) -> None:
@@ -155,6 +164,8 @@ class Fleet:
         self.tiers.remove_worker(worker_id)
         self._match = None
         self.links.forget(worker_id)
+        self.fetch_links.forget(worker_id)
+        self._sources = None
         self.pairs.forget(worker_id)
         self.breakers.forget(worker_id)
         self.to_drain = [other for other in self.to_drain if other is not worker]
@@ -187,6 +198,7 @@ class Fleet:
         worker = self._workers[worker_id]
         self._leave_bucket(worker)
         worker.is_suspected = True
+        self._sources = None
         self._longest = self._longest_new = None
 
     def clear_suspicion(self, worker_id: WorkerId) -> None:
@@ -195,6 +207,7 @@ class Fleet:
         if not worker.is_suspected:
             return
         worker.is_suspected = False
+        self._sources = None
         if not worker.is_draining:
             self._join_bucket(worker)
         self._longest = self._longest_new = None
@@ -416,7 +429,25 @@ class Fleet:
         local = self._may_prefill_locally
         self.pairs.expire(now)
         excluded = None if self.breakers.is_clear else self._usable_workers().excluded_for(demand.num_tokens)
-        return [group.shortlist(demand, without, matched, local, excluded) for group in self._groups_for(demand)]
+        lists = [group.shortlist(demand, without, matched, local, excluded) for _, group in self._groups_for(demand)]
+        if matched is not None and (matched.tiers is not None or self.can_fetch):
+            self._plan_fetches(demand, matched, lists)
+        return lists
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether any worker gives KV to others."""
+        return bool(self._usable_sources() if self._sources is None else self._sources)
+
+    def place_fetch(self, candidate: Candidate, now: float) -> FetchFrom | None:
+        """Note that the candidate gets a prompt. Returns the fetch that it is to begin with, if any."""
+        plan, needy = candidate.fetch, candidate.worker.worker_id
+        source = None if plan is None else plan.source
+        self.fetch_links.placed(source, needy, now)
+        if plan is None or source is None:
+            return None
+        timeout_ms = max(LEAST_FETCH_MS, FETCH_PATIENCE * plan.ms)
+        return FetchFrom(peer=self._workers[source].peer, end_token=plan.tokens, timeout_ms=timeout_ms)
 
     def of_other_arithmetic(self, arithmetic: str) -> Collection[WorkerId]:
         """Present workers with another arithmetic; see `WorkerInfo.arithmetic`."""
@@ -460,7 +491,9 @@ class Fleet:
         """The worker that can decode a request of that length soonest, by its decode places and blocks, with answers of
         `output_tokens` tokens; among those about as soon, the one with the least share of its blocks in use."""
         local = self._may_prefill_locally or demand.is_continued
-        workers = [worker for group in self._groups_for(demand) for worker in group.decoders(demand.num_tokens, local)]
+        workers = [
+            worker for _, group in self._groups_for(demand) for worker in group.decoders(demand.num_tokens, local)
+        ]
         workers = [worker for worker in workers if not self.is_excluded(worker.worker_id)] or workers
         waits_ms = [self._bucket_of[each.worker_id].wait_ms(demand, each, output_tokens) for each in workers]
         limit_ms = min(waits_ms, default=0.0) * _AS_SOON
@@ -524,11 +557,41 @@ class Fleet:
             group = self._groups[key] = ModelGroup(self._policy, self._config.watermark, self.pairs)
         return group
 
-    def _groups_for(self, demand: Demand) -> Iterable[ModelGroup]:
+    def _groups_for(self, demand: Demand) -> Iterable[tuple[Version, ModelGroup]]:
         if demand.version is None:
-            return self._groups.values()
+            return self._groups.items()
         group = self._groups.get(demand.version)
-        return () if group is None else (group,)
+        return () if group is None else ((demand.version, group),)
+
+    def _usable_sources(self) -> dict[Version, WorkerSet]:
+        if self._sources is None:
+            self._sources = {}
+            for worker in self._workers.values():
+                if worker.fetches and not worker.is_suspected:
+                    version = version_of(worker.info)
+                    self._sources[version] = self._sources.get(version, 0) | worker.bit
+        return self._sources
+
+    def _plan_fetches(self, demand: Demand, matched: PrefixMatch, lists: Sequence[Shortlist]) -> None:
+        """Set what the candidates that would compute the prompt would load or fetch."""
+        links = self.fetch_links
+        links.expire(demand.now)
+        for (version, _), each in zip(self._groups_for(demand), lists, strict=True):
+            sources = self._sources_of(matched, demand, version)
+            for candidate in chain(each.prefills, each.colocated, each.decodes if each.local else ()):
+                if not candidate.ways:  # An elastic worker is in two lists.
+                    plan_fetch(demand, candidate, matched.tiers, sources, links)
+
+    def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version) -> Sequence[Source]:
+        """The best workers of one version from which others could get what they lack of the request."""
+        among = self._usable_sources().get(version, 0)
+        if not among:
+            return ()
+        best = matched.best(MAX_HOLDERS, among, demand.turn % NUM_TURNS)
+        reported, hashes = self.index.num_reported, matched.hashes
+        return best_sources(
+            demand, [(self._workers[worker_id], reported(worker_id, hashes, most)) for worker_id, most in best]
+        )
 
     def _prefill_buckets(self) -> Iterator[WorkerBucket]:
         for group in self._groups.values():

@@ -17,7 +17,6 @@ from operator import attrgetter
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import PeerRef, WorkerInfo
-from disagg.router.placement.fetches import fetch_plan
 from disagg.router.placement.forecast import openings
 from disagg.router.placement.lazy_ranking import LazyRanking
 from disagg.router.placement.placement import (
@@ -462,7 +461,4 @@ class WorkerBucket:
                 shared_blocks = num_shared(worker, matched.hashes, cached)
                 if all_blocks - shared_blocks <= limit:
                     found.append(Candidate(worker, cached, num_blocks, all_blocks - shared_blocks, shared_blocks))
-        if matched is not None and matched.tiers is not None:
-            for candidate in found:
-                candidate.fetch = fetch_plan(demand, candidate, matched.tiers)
         return found

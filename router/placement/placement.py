@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, NewType, Protocol
+from typing import Any, Literal, NamedTuple, NewType, Protocol
 
 import msgspec
 
@@ -100,15 +100,30 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
         self.context = self.num_tokens + self.output_tokens / 2
 
 
-class FetchPlan(msgspec.Struct, frozen=True, gc=False):
-    """KV of the request that a worker would load from its own tiers instead of computing it."""
+WayName = Literal["compute", TierName, "peer"]
+"""How a worker gets KV of a prompt that is not in its device cache."""
 
-    kind: TierName
-    """The slowest tier that some of it comes from."""
+
+class FetchPlan(msgspec.Struct, frozen=True, gc=False):
+    """KV of the request that a worker would load from its own tiers, or get from another worker, instead of computing
+    it."""
+
+    kind: WayName
+    """Of a load the slowest tier that some of it comes from. `compute` for the way with which others are compared."""
     tokens: int
     """Number of leading tokens whose KV the worker has then."""
     ms: float
-    """Predicted milliseconds of the load."""
+    """Predicted milliseconds of the load or the fetch."""
+    source: WorkerId | None = None
+    """The worker that a fetch is from."""
+    kv_bytes: int = 0
+    """Bytes of a fetch."""
+    before_ms: float = 0.0
+    """The part of `ms` before the transfer of a fetch begins."""
+    delay_ms: float = 0.0
+    """Sum of the milliseconds that a fetch adds to the sequences of its source."""
+    prefill_ms: float = 0.0
+    """Predicted milliseconds to compute the rest of the prompt."""
 
 
 class Candidate(msgspec.Struct, eq=False, gc=False):
@@ -127,11 +142,13 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     as_decode: Weight | None = None
     """Its weight as the D of a pair, if already computed."""
     fetch: FetchPlan | None = None
-    """What it would load before it computes the prompt; None where it would compute all that is not cached."""
+    """What it would load or fetch before it computes the prompt; None where it would compute all that is not cached."""
+    ways: tuple[FetchPlan, ...] = ()
+    """All ways that were compared, `compute` first, for `explain`; empty where there was no other."""
 
     @property
     def ready_tokens(self) -> int:
-        """Number of leading tokens that it need not compute: cached, or loaded."""
+        """Number of leading tokens that it need not compute: cached, loaded, or fetched."""
         return self.cached_tokens if self.fetch is None else self.fetch.tokens
 
 

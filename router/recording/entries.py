@@ -148,7 +148,8 @@ def _outline(command: Command) -> Sequence[Any]:
             hidden = msgspec.structs.replace(
                 spec, prompt_token_ids=prompt, emitted_token_ids=(), sampling=sampling, root_hash=_NO_HASH
             )
-            return "Dispatch", worker_id, num_emitted, hidden, message.decode_peer, message.pair_timeout_s
+            fetch = () if message.fetch is None else (message.fetch,)
+            return "Dispatch", worker_id, num_emitted, hidden, message.decode_peer, message.pair_timeout_s, *fetch
         case Fail(request_id=request_id, error=error):
             return "Fail", request_id, type(error).__name__, str(error), vars(error)
         case _:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from disagg.proto import messages
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import AttemptKey, GatewayId, WorkerId
-from disagg.proto.messages import End, HandedOver, PrefillDone
+from disagg.proto.messages import End, Fetched, HandedOver, PrefillDone
 from disagg.router.api import AttemptMarks, Path
 from disagg.router.config import RouterConfig
 from disagg.router.placement.placement import (
@@ -208,6 +208,19 @@ class Attempts:
         trace.stages["kv_transfer"] = attempt.marks.handed_over = now
         attempt.marks.transfer_s = message.transfer_s
 
+    def fetched(self, attempt: Attempt, message: Fetched, now: float) -> None:
+        """Note the end of the attempt's fetch. One that was late would have taken at least its time."""
+        plan = attempt.fetch
+        assert plan is not None
+        assert plan.source is not None
+        attempt.fetch = None
+        attempt.marks.fetched = message
+        kv_bytes, ms = message.kv_bytes, message.transfer_s * 1000
+        if message.outcome == "late":
+            kv_bytes, ms = kv_bytes or plan.kv_bytes, max(ms, plan.ms)
+        transfer_ms = max(0.0, ms - plan.before_ms)
+        self._fleet.fetch_links.ended(plan.source, attempt.computes_prompt, message.outcome, kv_bytes, transfer_ms, now)
+
     def grew(self, attempt: Attempt, num_tokens: int, now: float) -> None:
         """Note that the answer got longer."""
         if attempt.decode in attempt.live:
@@ -364,6 +377,8 @@ class Attempts:
         if fleet.links.placed(prefill_id, decode_id, now):
             self.decisions["link_trial"] += 1
             record.trace.trial = LINK_TRIAL
+        first_side = prefill or choice.decode
+        fetch = fleet.place_fetch(first_side, now) if fleet.can_fetch else None
         fleet.predict(first, hashes, now)
         self._reuse.observe(cached_tokens / demand.num_tokens)
         self._num_started += 1
@@ -375,6 +390,7 @@ class Attempts:
             num_before=len(record.output.released),
             pair_timeout_s=pair_timeout_s,
             kv_tokens=_kv_tokens(decode, assignment.blocks),
+            fetch=None if fetch is None else first_side.fetch,
         )
         if not fleet.breakers.is_clear:
             attempt.is_trial = fleet.breakers.placed(key, prefill_id, decode_id)
@@ -383,7 +399,7 @@ class Attempts:
         record.advance(RequestEvent.PLACED)
         _trace_start(record, marks, now)
         record.trace.placement = Placed(self._policy, demand, choice)
-        message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s)
+        message = messages.Dispatch(spec=spec, decode_peer=peer, pair_timeout_s=pair_timeout_s, fetch=fetch)
         return Dispatch(first.worker_id, message)
 
 

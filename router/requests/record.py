@@ -20,7 +20,7 @@ from disagg.proto.messages import End, SequenceSpec, Targets
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, slice_token_ids
 from disagg.router.api import AttemptMarks, Completion, RequestTrace, RoutedRequest
 from disagg.router.config import RouterConfig
-from disagg.router.placement.placement import Version
+from disagg.router.placement.placement import FetchPlan, Version
 from disagg.router.queueing.queue import Urgency
 from disagg.router.queueing.tenants import Tenant
 from disagg.router.requests.output_buffer import OutputBuffer
@@ -79,6 +79,8 @@ class Attempt(msgspec.Struct, gc=False):
     """Seconds for which the attempt may wait for its pair to be formed; None without a pair."""
     cached_tokens: int | None = None
     """Number of known tokens that the worker which computes the prompt had cached; None until it reported that."""
+    fetch: FetchPlan | None = None
+    """The fetch that its dispatch asked for, until that has ended."""
     move: Move | None = None
     """The move that is under way; None without one."""
     num_moves: int = 0

@@ -34,6 +34,7 @@ from disagg.proto.errors import (
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
     End,
+    Fetched,
     HandedOver,
     MigrationFailed,
     PrefillDone,
@@ -418,6 +419,8 @@ class RouterCore:
         self._fleet.worker(worker_id).heard_at = now
         for tokens in update.tokens:
             self._on_tokens(worker_id, tokens, now)
+        for fetched in update.fetched:
+            self._on_fetched(worker_id, fetched, now)
         for prefilled in update.prefilled:
             self._on_prefilled(worker_id, prefilled, now)
         for handed_over in update.handed_over:
@@ -434,7 +437,7 @@ class RouterCore:
         return False
 
     def _find(
-        self, worker_id: WorkerId, message: TokenOut | PrefillDone | HandedOver | MigrationFailed | End
+        self, worker_id: WorkerId, message: TokenOut | Fetched | PrefillDone | HandedOver | MigrationFailed | End
     ) -> RequestRecord | None:
         """The request of a worker's message, if the message is for the current attempt and from one of its workers."""
         record = self._requests.get(message.request_id)
@@ -469,6 +472,16 @@ class RouterCore:
                 self._waiting.no_longer_isolated(record, now)
             self._telemetry.tokens(record.trace, len(released.token_ids), now)
             self._out.append(events.Emit(record.request_id, released))
+
+    def _on_fetched(self, worker_id: WorkerId, message: Fetched, now: float) -> None:
+        record = self._find(worker_id, message)
+        if record is None:
+            return
+        attempt = record.running
+        if worker_id != attempt.computes_prompt or attempt.fetch is None or attempt.fetch.source != message.source:
+            self.counters["wrong_worker"] += 1
+            return
+        self._attempts.fetched(attempt, message, now)
 
     def _on_prefilled(self, worker_id: WorkerId, message: PrefillDone, now: float) -> None:
         record = self._find(worker_id, message)

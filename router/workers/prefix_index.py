@@ -249,6 +249,11 @@ class PrefixIndex:
         """How many leading blocks of the chain each worker has; without workers that have none."""
         return self.find(hashes).all()
 
+    def num_reported(self, worker_id: WorkerId, hashes: Sequence[BlockHash], most: int) -> int:
+        """How many leading blocks of the chain, `most` at most, the worker has reported, without those that it is
+        predicted to have."""
+        return _num_leading(self._workers[worker_id].hashes, hashes, most)
+
     def check_integrity(self) -> list[str]:
         """Inconsistencies; empty when there are none."""
         expected: list[dict[BlockHash, WorkerSet]] = [{} for _ in self._shards]

@@ -80,6 +80,8 @@ class Worker:
     """Whether it computes prompts from the queue (P, or both roles and not split off)."""
     num_blocks: int = field(init=False)
     kv_layout: KvLayout = field(init=False)
+    fetches: bool = field(init=False)
+    """Whether it gets KV from other workers, and gives them its own."""
 
     # What `refresh` keeps up to date.
     outstanding_tokens: int = 0
@@ -170,6 +172,7 @@ class Worker:
         self.is_for_prompts = not (decodes_only(info) or self.is_split_off)
         self.num_blocks = info.num_blocks
         self.kv_layout = info.kv_layout
+        self.fetches = info.fetches
         self._take_load()
         self.refresh()
 

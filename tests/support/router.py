@@ -18,6 +18,8 @@ from disagg.proto.messages import (
     BlocksSnapshot,
     End,
     EndReason,
+    Fetched,
+    FetchOutcome,
     HandedOver,
     KvEvent,
     KvLayout,
@@ -201,6 +203,22 @@ def end_update(
     return StepUpdate(ends=(message,))
 
 
+def fetched_update(
+    request_id: str, source: str, outcome: FetchOutcome, *, tokens: int = 0, kv_bytes: int = 0, transfer_s: float = 0.0
+) -> StepUpdate:
+    """The fetch of a first attempt is over."""
+    message = Fetched(
+        request_id=RequestId(request_id),
+        attempt=0,
+        source=WorkerId(source),
+        outcome=outcome,
+        tokens=tokens,
+        kv_bytes=kv_bytes,
+        transfer_s=transfer_s,
+    )
+    return StepUpdate(fetched=(message,))
+
+
 def stayed_update(request_id: str, attempt: int, *, refused: bool = False, detail: str = "") -> StepUpdate:
     """An attempt did not move."""
     message = MigrationFailed(request_id=RequestId(request_id), attempt=attempt, refused=refused, detail=detail)
@@ -310,6 +328,7 @@ class Scenario:
             handed_over=tuple(item for update in updates for item in update.handed_over),
             ends=tuple(item for update in updates for item in update.ends),
             migrations_failed=tuple(item for update in updates for item in update.migrations_failed),
+            fetched=tuple(item for update in updates for item in update.fetched),
         )
         return self.handle(FromWorker(WorkerId(worker_id), Incarnation(current), merged))
 

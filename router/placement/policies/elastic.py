@@ -144,8 +144,9 @@ class Elastic(Joint):
             if self._gathers:
                 delay += compute
         wait += demand.queued_ms
-        if candidate.fetch is not None and wait < candidate.fetch.ms:
-            wait = candidate.fetch.ms
+        if candidate.fetch is not None:
+            wait = max(wait, candidate.fetch.ms)
+            delay += candidate.fetch.delay_ms
         finish = wait + prefill
         misses = 1 if finish > demand.ttft_left_ms else 0
         is_spared = self._gathers and finish <= _IN_TIME * demand.ttft_left_ms

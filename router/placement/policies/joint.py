@@ -11,7 +11,9 @@ all requests.
 The time of a token is that of a decode step, divided by the tokens that a step gives to a sequence: more than one where
 drafts are accepted (`Worker.token_ms`).
 
-The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one.
+The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one; at least
+the time to load or fetch KV that the worker would not compute (`fetches.py`). A fetch delays the sequences of its
+source.
 
 Prefix affinity follows from the prefill time: a cached prefix is worth the time to compute it again (twice that where
 caches are full of prefixes in use, so that they do not evict each other), and no more: a hot prefix spreads to other
@@ -80,11 +82,12 @@ class Joint:
         worker, cached, num_tokens = candidate.worker, candidate.ready_tokens, demand.num_tokens
         num_new = num_tokens - candidate.cached_tokens
         wait, prefill = worker.backlog_ms + demand.queued_ms, prefill_ms(worker, cached, num_tokens)
-        if candidate.fetch is not None and wait < candidate.fetch.ms:
-            wait = candidate.fetch.ms
         delay = evicted_ms(demand, worker, num_new) if num_new > worker.free_tokens else 0.0
         if worker.num_decodes:
             delay += worker.num_decodes * compute_ms(worker, cached, num_tokens)
+        if candidate.fetch is not None:
+            wait = max(wait, candidate.fetch.ms)
+            delay += candidate.fetch.delay_ms
         barrier = self._barrier_of(worker, candidate.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
         return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
@@ -109,14 +112,15 @@ class Joint:
         wait, compute = worker.backlog_ms, compute_ms(worker, cached, num_tokens)
         if worker.is_for_prompts:
             wait += demand.queued_ms
-        if candidate.fetch is not None and wait < candidate.fetch.ms:
-            wait = candidate.fetch.ms
         prefill = compute - (-(num_tokens - cached) // worker.prompt_room) * worker.around_ms
         after = candidate.as_decode or self.weigh_decode(demand, candidate)
         decode, barrier = after.decode_ms, after.barrier_ms
         others = worker.num_decodes * compute
         if num_new > worker.free_tokens:
             others += evicted_ms(demand, worker, num_new)
+        if candidate.fetch is not None:
+            wait = max(wait, candidate.fetch.ms)
+            others += candidate.fetch.delay_ms
         delay = after.delay_ms + others
         misses = after.num_misses + (wait + prefill > demand.ttft_left_ms)
         cost = wait + prefill + decode + delay + barrier

@@ -117,8 +117,9 @@ def test_fetches_of_all_lives_are_added_by_outcome() -> None:
     it = WorkerCounts()
     take(it, "p0", "1", WorkerMetrics(fetched_tokens=128, fetches={"done": 1, "late": 2}, served_fetches=3))
     take(it, "p0", "2", WorkerMetrics(fetched_tokens=256, fetches={"done": 4, "refused": 5}, served_fetches=6))
-    fetches = {"done": 5, "late": 2, "refused": 5}
-    assert it.totals() == {"p0": WorkerMetrics(fetched_tokens=384, fetches=fetches, served_fetches=9)}
+    assert it.totals() == {
+        "p0": WorkerMetrics(fetched_tokens=384, fetches={"done": 5, "late": 2, "refused": 5}, served_fetches=9)
+    }
 
 
 def test_another_life_goes_on_where_the_last_one_ended() -> None:

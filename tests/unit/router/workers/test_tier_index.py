@@ -121,7 +121,8 @@ class TestPlacement:
         fleet, policy = fleet_of(1)
         fleet.report(report("c0", 0, snapshot(host=KEYS[:2], disk=KEYS[:4]), tiers=tiers(1.0, 4.0)), 1.0)
         candidate = candidates(fleet)["c0"]
-        assert candidate.fetch == FetchPlan("disk", 512, 2 * 1.0 + 2 * 4.0)
+        left_ms = prefill_ms(candidate.worker, 512, 640)
+        assert candidate.fetch == FetchPlan("disk", 512, 2 * 1.0 + 2 * 4.0, prefill_ms=left_ms)
         demand = Demand(num_tokens=640, most_output_tokens=8, output_tokens=8.0)
         weight = policy.weigh_colocated(demand, candidate)
         assert weight.wait_ms == 10.0
@@ -132,7 +133,13 @@ class TestPlacement:
     def test_a_slow_tier_is_not_counted_on(self) -> None:
         fleet, _ = fleet_of(1)
         fleet.report(report("c0", 0, snapshot(host=KEYS[:2], disk=KEYS[:4]), tiers=tiers(1.0, 400.0)), 1.0)
-        assert candidates(fleet)["c0"].fetch == FetchPlan("host", 256, 2.0)
+        candidate = candidates(fleet)["c0"]
+        assert [(way.kind, way.tokens, way.ms) for way in candidate.ways] == [
+            ("compute", 0, 0.0),
+            ("host", 256, 2.0),
+            ("disk", 512, 2.0 + 2 * 400.0),
+        ]
+        assert candidate.fetch is candidate.ways[1]
 
     def test_a_load_must_win_by_some_milliseconds(self) -> None:
         fleet, _ = fleet_of(1)

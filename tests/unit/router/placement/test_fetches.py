@@ -1,0 +1,396 @@
+"""KV that a worker gets from another one, as a candidate of a placement: exact times, and when it is not asked for."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+
+from disagg.proto.ids import BlockHash, Incarnation, WorkerId
+from disagg.proto.messages import BlocksSnapshot, Load, StepSample, TierCounts, WorkerMetrics, WorkerReport
+from disagg.router.config import RouterConfig
+from disagg.router.placement.fetches import MAX_SOURCES, WON_BY, WON_BY_MS, source_wait_ms
+from disagg.router.placement.fleet import Fleet
+from disagg.router.placement.forecast import prefill_ms
+from disagg.router.placement.placement import Candidate, Demand
+from disagg.router.placement.policies.elastic import Elastic
+from disagg.router.placement.policies.joint import Joint
+from disagg.router.workers.cost_model import LinkModel
+from disagg.router.workers.fetch_links import FAILED_S, MAX_SHUNNED, REFUSED_S, FetchLinks
+from disagg.router.workers.pairs import Pairs
+from disagg.router.workers.worker import Worker
+from tests.support.router import worker_info
+
+HASHES = [BlockHash(number.to_bytes(2, "big")) for number in range(1, 65)]
+KEYS = tuple(HASHES[7::8])
+STEPS = (StepSample(1.0 + 128 * 0.5, 128), StepSample(1.0 + 16 * 0.5, 16))
+"""Half a millisecond a token."""
+CONFIG = RouterConfig(policy="joint")
+P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))
+NUM_TOKENS = 640
+
+
+def fleet_of(*names: str, fetches: bool = True, tiers: bool = False) -> Fleet:
+    """Prefill workers p<number> and decode workers d<number>."""
+    links, pairs = LinkModel(), Pairs(CONFIG)
+    fleet = Fleet(CONFIG, Joint(50.0, links, pairs), links, pairs)
+    for name in names:
+        info = worker_info(name, calibration=STEPS, num_blocks=4096)
+        fleet.up(msgspec.structs.replace(info, fetches=fetches, tiers=("host", "disk") if tiers else ()), 0.0)
+    return fleet
+
+
+def report(fleet: Fleet, worker_id: WorkerId, num_blocks: int, sequence: int = 0, **load: int) -> None:
+    snapshot = BlocksSnapshot(hashes=tuple(HASHES[:num_blocks]))
+    said = WorkerReport(
+        worker_id=worker_id,
+        incarnation=Incarnation("1"),
+        sequence=sequence,
+        load=Load(blocks_total=4096, **load),  # type: ignore[arg-type]  # numbers of sequences
+        kv_events=(snapshot,),
+    )
+    fleet.report(said, 1.0)
+
+
+def demand_of(num_tokens: int = NUM_TOKENS, now: float = 1.0) -> Demand:
+    return Demand(num_tokens=num_tokens, most_output_tokens=8, output_tokens=8.0, now=now)
+
+
+def prefills(fleet: Fleet, demand: Demand | None = None) -> dict[str, Candidate]:
+    demand = demand_of() if demand is None else demand
+    (shortlist,) = fleet.shortlists(demand, HASHES, (), demand.now)
+    return {str(candidate.worker.worker_id): candidate for candidate in shortlist.prefills}
+
+
+def transfer_ms(fleet: Fleet, source: WorkerId, needy: WorkerId, tokens: int, cached: int = 0) -> float:
+    kv_bytes = fleet.worker(needy).kv_layout.bytes_of(tokens, cached)
+    return fleet.links.exposed_ms(source, needy, kv_bytes)
+
+
+class TestPlan:
+    def test_a_fetch_takes_the_time_of_the_link_and_leaves_the_rest_to_compute(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 33)
+        candidate = prefills(fleet)["p0"]
+        plan = candidate.fetch
+        assert plan is not None
+        assert (plan.kind, plan.source, plan.tokens) == ("peer", D0, 512)  # 33 blocks are 528 tokens: four extents
+        assert plan.kv_bytes == fleet.worker(P0).kv_layout.bytes_of(512)
+        assert plan.before_ms == CONFIG.pair_setup_ms
+        assert plan.ms == CONFIG.pair_setup_ms + transfer_ms(fleet, D0, P0, 512)
+        assert plan.prefill_ms == prefill_ms(fleet.worker(P0), 512, NUM_TOKENS)
+        assert [way.kind for way in candidate.ways] == ["compute", "peer"]
+        assert candidate.ways[0].prefill_ms == prefill_ms(fleet.worker(P0), 0, NUM_TOKENS)
+
+    def test_a_formed_connection_takes_no_time(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        fleet.place_fetch(prefills(fleet)["p0"], 1.0)
+        again = prefills(fleet)["p0"].fetch
+        assert again is not None
+        assert again.before_ms == 0.0
+        later = prefills(fleet, demand_of(now=1.0 + CONFIG.pair_idle_s))["p0"].fetch
+        assert later is not None
+        assert later.before_ms == CONFIG.pair_setup_ms
+
+    def test_what_the_worker_has_itself_is_not_sent(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, P0, 10)
+        report(fleet, D0, 40)
+        plan = prefills(fleet)["p0"].fetch
+        assert plan is not None
+        assert (plan.tokens, plan.kv_bytes) == (512, fleet.worker(P0).kv_layout.bytes_of(512, 160))
+
+    def test_the_last_token_is_always_computed(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 40)
+        plan = prefills(fleet, demand_of(512))["p0"].fetch
+        assert plan is not None
+        assert plan.tokens == 384
+
+    def test_a_source_that_decodes_pays_for_the_copy_and_sends_after_its_step(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32, num_running=0)
+        idle = prefills(fleet)["p0"].fetch
+        source = fleet.worker(D0)
+        source.num_decodes, source.token_ms = 3, 7.0
+        busy = prefills(fleet)["p0"].fetch
+        assert idle is not None
+        assert busy is not None
+        assert (idle.delay_ms, busy.delay_ms) == (0.0, pytest.approx(3 * busy.kv_bytes * 0.33e-6))
+        assert busy.ms == idle.ms + 7.0
+
+    def test_a_source_that_computes_prompts_sends_after_its_step(self) -> None:
+        source = fleet_of("p0").worker(P0)
+        assert source_wait_ms(source) == 0.0
+        source.outstanding_tokens = 10
+        assert source_wait_ms(source) == source.around_ms + 10 * source.prefill_token_ms
+        source.outstanding_tokens = 10**6
+        assert source_wait_ms(source) == source.around_ms + source.prompt_room * source.prefill_token_ms
+
+    def test_of_the_deepest_those_that_send_soonest_are_compared(self) -> None:
+        fleet = fleet_of("p0", "p1", "d0", "d1")
+        for worker_id, num_blocks in ((P1, 32), (D0, 32), (D1, 32)):
+            report(fleet, worker_id, num_blocks)
+        fleet.worker(D0).num_decodes, fleet.worker(D0).token_ms = 1, 30.0
+        fleet.worker(P1).num_decodes, fleet.worker(P1).token_ms = 1, 20.0
+        candidate = prefills(fleet)["p0"]
+        assert [way.source for way in candidate.ways[1:]] == [D1, P1]
+        assert len(candidate.ways) == 1 + MAX_SOURCES
+        assert candidate.fetch is candidate.ways[1]
+
+    def test_a_deeper_source_that_is_busy_may_lose_to_a_shallower_one(self) -> None:
+        fleet = fleet_of("p0", "d0", "d1")
+        report(fleet, D0, 32)
+        report(fleet, D1, 24)
+        fleet.worker(D0).num_decodes, fleet.worker(D0).token_ms = 1, 90.0
+        candidate = prefills(fleet)["p0"]
+        assert [(way.source, way.tokens) for way in candidate.ways[1:]] == [(D0, 512), (D1, 384)]
+        assert candidate.fetch is candidate.ways[2]
+
+    def test_a_fetch_that_the_wait_hides_costs_no_time(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        fleet.worker(P0).backlog_ms = 500.0
+        candidate = prefills(fleet)["p0"]
+        assert candidate.fetch is not None
+        weight = Joint(50.0, fleet.links, fleet.pairs).weigh_prefill(demand_of(), candidate)
+        assert (weight.wait_ms, weight.prefill_ms) == (500.0, candidate.fetch.prefill_ms)
+
+    @pytest.mark.parametrize("policy", ["joint", "elastic"])
+    def test_a_policy_counts_the_fetch_and_the_delay_of_its_source(self, policy: str) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        fleet.worker(D0).num_decodes = 4
+        candidate = prefills(fleet)["p0"]
+        plan = candidate.fetch
+        assert plan is not None
+        assert plan.delay_ms > 0.0
+        demand = demand_of()
+        weighs = Joint(50.0, fleet.links, fleet.pairs)
+        if policy == "elastic":
+            weighs = Elastic(50.0, fleet.links, fleet.pairs, "spread")
+            demand.tpot_ms = 100.0
+        cached = Candidate(candidate.worker, 512, candidate.num_blocks)
+        with_fetch, without = weighs.weigh_prefill(demand, candidate), weighs.weigh_prefill(demand, cached)
+        assert with_fetch.wait_ms == plan.ms
+        assert with_fetch.cost == pytest.approx(without.cost + plan.ms + plan.delay_ms)
+        alone, cached_alone = weighs.weigh_colocated(demand, candidate), weighs.weigh_colocated(demand, cached)
+        assert alone.cost == pytest.approx(cached_alone.cost + plan.ms + plan.delay_ms)
+
+    def test_own_tiers_are_preferred_unless_the_fetch_wins_clearly(self) -> None:
+        fleet = fleet_of("p0", "d0", tiers=True)
+        report(fleet, D0, 32)
+
+        def load(sequence: int, extent_ms: float) -> Candidate:
+            tier = TierCounts(name="host", extent_ms=extent_ms)
+            snapshot = BlocksSnapshot(hashes=(), tiers={"host": KEYS[:4]})
+            metrics = WorkerMetrics(tiers=(tier,))
+            fleet.report(
+                WorkerReport(
+                    worker_id=P0,
+                    incarnation=Incarnation("1"),
+                    sequence=sequence,
+                    load=Load(blocks_total=4096),
+                    kv_events=(snapshot,),
+                    metrics=metrics,
+                ),
+                1.0,
+            )
+            return prefills(fleet)["p0"]
+
+        fetch_ms = CONFIG.pair_setup_ms + transfer_ms(fleet, D0, P0, 512)
+        least_ms = WON_BY * fetch_ms + WON_BY_MS
+        candidate = load(0, (least_ms - 0.1) / 4)
+        assert candidate.fetch is not None
+        assert candidate.fetch.kind == "host"
+        assert [way.kind for way in candidate.ways] == ["compute", "host", "peer"]
+        candidate = load(1, (least_ms + 0.1) / 4)
+        assert candidate.fetch is not None
+        assert candidate.fetch.kind == "peer"
+
+
+class TestSources:
+    def fetch(self, fleet: Fleet) -> str | None:
+        plan = prefills(fleet)["p0"].fetch
+        return None if plan is None else plan.source
+
+    def test_without_workers_that_fetch_nothing_is_compared(self) -> None:
+        fleet = fleet_of("p0", "d0", fetches=False)
+        report(fleet, D0, 32)
+        assert not fleet.can_fetch
+        assert prefills(fleet)["p0"].ways == ()
+
+    def test_workers_that_do_not_fetch_are_left_alone(self) -> None:
+        fleet = fleet_of("d0")
+        fleet.up(worker_info("p0", calibration=STEPS, num_blocks=4096), 0.0)
+        report(fleet, D0, 32)
+        assert fleet.can_fetch
+        assert self.fetch(fleet) is None
+        other = fleet_of("p0")
+        other.up(worker_info("d0", calibration=STEPS, num_blocks=4096), 0.0)
+        report(other, D0, 32)
+        assert self.fetch(other) is None
+
+    def test_what_a_worker_is_only_predicted_to_have_is_not_fetched(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        fleet.predict(fleet.worker(D0), HASHES, 1.0)
+        assert self.fetch(fleet) is None
+        report(fleet, D0, 16)
+        fleet.predict(fleet.worker(D0), HASHES, 1.0)
+        plan = prefills(fleet)["p0"].fetch
+        assert plan is not None
+        assert plan.tokens == 256
+
+    def test_a_draining_worker_serves_on_and_a_suspected_or_lost_one_does_not(self) -> None:
+        fleet = fleet_of("p0", "d0", "d1")
+        report(fleet, D0, 32)
+        assert self.fetch(fleet) == D0
+        fleet.drain(D0)
+        assert self.fetch(fleet) == D0
+        fleet.suspect(D0)
+        assert self.fetch(fleet) is None
+        fleet.clear_suspicion(D0)
+        assert self.fetch(fleet) == D0
+        fleet.lost(D0)
+        assert self.fetch(fleet) is None
+
+    def test_a_worker_of_another_layout_is_no_source(self) -> None:
+        fleet = fleet_of("p0", "d1")
+        info = worker_info("d0", calibration=STEPS, num_blocks=4096)
+        (group,) = info.kv_layout.groups
+        layout = msgspec.structs.replace(info.kv_layout, groups=(msgspec.structs.replace(group, dtype="other"),))
+        fleet.up(msgspec.structs.replace(info, fetches=True, kv_layout=layout), 0.0)
+        report(fleet, D0, 32)
+        shortlists = fleet.shortlists(demand_of(), HASHES, (), 1.0)
+        assert [each.fetch for shortlist in shortlists for each in shortlist.prefills] == [None]
+
+    def test_a_source_that_refused_is_not_asked_for_a_while(self) -> None:
+        fleet = fleet_of("p0", "p1", "d0")
+        report(fleet, D0, 32)
+        fleet.fetch_links.ended(D0, P0, "refused", 0, 0.0, 1.0)
+        found = prefills(fleet)
+        assert found["p0"].fetch is None
+        assert found["p0"].ways[1].ms == math.inf
+        assert found["p1"].fetch is not None
+        assert prefills(fleet, demand_of(now=1.0 + REFUSED_S))["p0"].fetch is not None
+
+
+class TestDispatch:
+    def test_a_fetch_may_take_twice_its_predicted_time_and_at_least_50_ms(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        candidate = prefills(fleet)["p0"]
+        plan = candidate.fetch
+        assert plan is not None
+        asked = fleet.place_fetch(candidate, 1.0)
+        assert asked is not None
+        assert asked.peer == fleet.worker(D0).peer
+        assert asked.end_token == 512
+        assert asked.timeout_ms == 2 * plan.ms
+        again = prefills(fleet)["p0"]
+        assert again.fetch is not None
+        assert again.fetch.ms < 25.0
+        short = fleet.place_fetch(again, 1.0)
+        assert short is not None
+        assert short.timeout_ms == 50.0
+
+    def test_a_load_is_no_fetch(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        assert fleet.place_fetch(prefills(fleet)["p0"], 1.0) is None
+
+
+class TestLinks:
+    def links(self) -> tuple[FetchLinks, LinkModel]:
+        hand_overs = LinkModel()
+        return FetchLinks(CONFIG, hand_overs), hand_overs
+
+    def test_before_the_first_fetch_the_times_are_those_of_hand_overs(self) -> None:
+        links, hand_overs = self.links()
+        for number in range(20):
+            hand_overs.observe(D0, P0, (number + 1) << 20, 9.0 * (number + 1))
+        assert links.transfer_ms(D0, P0, 8 << 20, 1.0) == hand_overs.exposed_ms(D0, P0, 8 << 20, 1.0)
+        for number in range(40):
+            links.ended(D0, P0, "done", (number % 7 + 1) << 20, 2.0 * (number % 7 + 1), 1.0)
+        assert links.transfer_ms(D0, P0, 8 << 20, 1.0) == pytest.approx(16.0, rel=0.05)
+        assert links.transfer_ms(D1, P1, 8 << 20, 1.0) == pytest.approx(16.0, rel=0.05)  # the fleet's fit
+
+    def test_one_that_was_late_counts_with_its_time_and_is_not_asked_again(self) -> None:
+        links, _ = self.links()
+        before = links.transfer_ms(D0, P0, 1 << 20, 1.0)
+        links.ended(D0, P0, "late", 1 << 20, 400.0, 1.0)
+        assert links.transfer_ms(D0, P0, 1 << 20, 1.0) == math.inf
+        assert links.transfer_ms(D0, P0, 1 << 20, 1.0 + FAILED_S) > 10 * before
+
+    def test_a_failure_says_nothing_of_the_rate_and_the_connection_is_formed_again(self) -> None:
+        links, _ = self.links()
+        before = links.transfer_ms(D0, P0, 1 << 20, 1.0)
+        links.placed(D0, P0, 1.0)
+        assert links.setup_ms(D0, P0) == 0.0
+        links.ended(D0, P0, "failed", 1 << 20, 9.0, 1.0)
+        assert links.setup_ms(D0, P0) == CONFIG.pair_setup_ms
+        assert links.transfer_ms(D0, P0, 1 << 20, 1.0 + FAILED_S) == before
+
+    def test_what_is_remembered_of_refusals_is_bounded(self) -> None:
+        links, _ = self.links()
+        for number in range(MAX_SHUNNED + 1):
+            links.ended(WorkerId(f"d{number}"), P0, "refused", 0, 0.0, 1.0)
+        assert links.transfer_ms(WorkerId("d0"), P0, 1, 1.0) < math.inf
+        assert links.transfer_ms(WorkerId("d1"), P0, 1, 1.0) == math.inf
+        links.forget(P0)
+        assert links.transfer_ms(WorkerId("d1"), P0, 1, 1.0) < math.inf
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fetch_is_never_chosen_where_it_is_predicted_to_be_slower(seed: int) -> None:
+    """Random prefixes, loads, links and tiers: what is chosen is ready soonest, its source's delay included, or within
+    the margin of what is."""
+    draw = random.Random(seed)
+    fleet = fleet_of("p0", "p1", "p2", "d0", "d1", "d2", tiers=draw.random() < 0.5)
+    workers = [fleet.worker(WorkerId(name)) for name in ("p0", "p1", "p2", "d0", "d1", "d2")]
+    chosen = 0
+    for turn in range(40):
+        for worker in workers:
+            _change(fleet, worker, turn, draw)
+        for source in workers:
+            for needy in workers:
+                if draw.random() < 0.1:
+                    fleet.fetch_links.ended(
+                        source.worker_id, needy.worker_id, "done", 1 << 20, draw.choice((0.5, 5.0, 80.0)), 1.0
+                    )
+        demand = demand_of(draw.randint(130, 1000), now=1.0 + turn)
+        for candidate in prefills(fleet, demand).values():
+            if not candidate.ways:
+                continue
+            wait = candidate.worker.backlog_ms
+            compute, *others = (max(wait, way.ms) + way.prefill_ms + way.delay_ms for way in candidate.ways)
+            assert compute == wait + prefill_ms(candidate.worker, candidate.cached_tokens, demand.num_tokens)
+            plan = candidate.fetch
+            if plan is not None and plan.kind == "peer":
+                chosen += 1
+                cost = max(wait, plan.ms) + plan.prefill_ms + plan.delay_ms
+                assert cost + WON_BY_MS <= compute + 1e-6
+                peers = [other for way, other in zip(candidate.ways[1:], others, strict=True) if way.kind == "peer"]
+                assert cost == min(peers)
+                assert plan.source != candidate.worker.worker_id
+                assert plan.tokens < demand.num_tokens
+    assert chosen > 0
+
+
+def _change(fleet: Fleet, worker: Worker, turn: int, draw: random.Random) -> None:
+    tiers = (TierCounts(name="host", extent_ms=draw.choice((0.5, 20.0))),) if worker.info.tiers else ()
+    hosted = KEYS[: draw.randint(0, 8)] if tiers else ()
+    snapshot = BlocksSnapshot(hashes=tuple(HASHES[: draw.randint(0, 64)]), tiers={"host": hosted})
+    report = WorkerReport(
+        worker_id=worker.worker_id,
+        incarnation=Incarnation("1"),
+        sequence=turn,
+        load=Load(blocks_total=4096),
+        kv_events=(snapshot,),
+        metrics=WorkerMetrics(tiers=tiers),
+    )
+    fleet.report(report, 1.0)
+    worker.backlog_ms = draw.choice((0.0, 0.0, 30.0, 300.0))
+    worker.num_decodes, worker.token_ms = draw.choice(((0, 1.0), (4, 20.0)))
