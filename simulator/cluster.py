@@ -23,6 +23,7 @@ from disagg.proto.messages import PeerRef, StepSample
 from disagg.router.requests import events
 from disagg.simulator.exact.exact_engine import register
 from disagg.simulator.exact.exact_worker import ExactWorker
+from disagg.simulator.exact.tier_folder import Files
 from disagg.simulator.exact.timed_runner import TimedRunner
 from disagg.simulator.fast.fast_worker import FastWorker
 from disagg.simulator.world.clock import EventLoop
@@ -127,6 +128,7 @@ class SimulatedCluster(Surroundings):
         self.spec = spec
         self.loop = EventLoop()
         self.overheads = spec.overheads
+        self.tier_times = spec.tier_times
         self.network = Network(self.loop, spec.link)
         self.answers = Answers()
         self.machine = None if spec.sharing is None else Machine(self.loop, spec.sharing, spec.gateway_neighbour)
@@ -141,6 +143,8 @@ class SimulatedCluster(Surroundings):
         )
         self.samples: list[Sample] = []
         self._members: dict[WorkerId, _Member] = {}
+        self._folders: dict[WorkerId | None, Files] = {}
+        """The files of each worker's disk tier; of None those that several workers share."""
         self._calibrations: dict[str, tuple[StepSample, ...]] = {}
         """The calibration of each pool by its name, without slow times."""
         self._end_s = 0.0
@@ -335,7 +339,9 @@ class SimulatedCluster(Surroundings):
     ) -> SimulatedWorker:
         runner = self._runner(pool, config, times)
         if self.spec.engine == "exact":
-            return ExactWorker(self, config, runner, calibration, incarnation, self.spec.jump_s)
+            is_shared = config.tiers is not None and config.tiers.disk is not None and config.tiers.disk.shared
+            files = self._folders.setdefault(None if is_shared else WorkerId(config.worker_id), {})
+            return ExactWorker(self, config, runner, calibration, incarnation, self.spec.jump_s, files)
         most = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
         longest = min(most, runner.num_blocks * runner.block_size)
         return FastWorker(self, config, register(config, runner, longest, calibration, incarnation), times)

@@ -31,9 +31,11 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox, TokenPacing
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.plan import StepPlan
+from disagg.engine.tiers.store import TierParts
 from disagg.proto.ids import AttemptKey, Incarnation, WorkerId
-from disagg.proto.messages import Load, StepSample, WorkerInfo
+from disagg.proto.messages import Load, StepSample, TierName, WorkerInfo, WorkerMetrics
 from disagg.router.requests import events
+from disagg.simulator.exact.tier_folder import Files, TierFolder
 from disagg.simulator.exact.timed_runner import TimedRunner
 from disagg.simulator.world.machine import Kind, RunningStep
 from disagg.simulator.world.reports import Reports
@@ -44,7 +46,12 @@ MAX_ROUNDS = 4
 
 
 def register(
-    config: WorkerConfig, runner: TimedRunner, max_model_len: int, calibration: tuple[StepSample, ...], incarnation: str
+    config: WorkerConfig,
+    runner: TimedRunner,
+    max_model_len: int,
+    calibration: tuple[StepSample, ...],
+    incarnation: str,
+    tiers: tuple[TierName, ...] = (),
 ) -> WorkerInfo:
     """The info with which a worker registers, as `engine/shell/worker.py` makes it."""
     return WorkerInfo(
@@ -67,6 +74,7 @@ def register(
         scheduling=config.scheduling,
         max_itl_ms=config.max_itl_ms,
         expert_share=runner.expert_share,
+        tiers=tiers,
     )
 
 
@@ -86,7 +94,8 @@ class _Jump:
 
 class ExactEngine(ABC):
     """A real engine core in virtual time. The subclass `ExactWorker` handles its events and messages. `jump_s`: the
-    longest time for which similar decode steps are applied together."""
+    longest time for which similar decode steps are applied together. `files`: what is in the folder of the disk tier,
+    where `config` has one."""
 
     def __init__(
         self,
@@ -96,15 +105,21 @@ class ExactEngine(ABC):
         calibration: tuple[StepSample, ...],
         incarnation: str,
         jump_s: float,
+        files: Files,
     ) -> None:
         self.config = config
         self._jump_s = jump_s
-        self.core = EngineCore(runner, config=config, calibration=calibration)
-        self.info = register(config, runner, self.core.max_model_len, calibration, incarnation)
         self.is_dead = False
         self._world = world
         self._loop = world.loop
         self._runner = runner
+        self._folder: TierFolder | None = None
+        if config.tiers is not None and config.tiers.disk is not None:
+            self._folder = TierFolder(world.loop, world.tier_times, files, self.post)
+        self.core = EngineCore(
+            runner, config=config, calibration=calibration, tier_parts=TierParts(self._copy_clock, self._folder)
+        )
+        self.info = register(config, runner, self.core.max_model_len, calibration, incarnation, self.core.tiers)
         self._outbox = Outbox()
         self._pacing = TokenPacing(config.token_interval_s)
         self._pending_prompts = PendingPrompts()
@@ -129,6 +144,7 @@ class ExactEngine(ABC):
             config.report_idle_s,
             self.load,
             self.core.drain_kv_events,
+            self._metrics if self.core.tiers else None,
             lambda report: world.to_gateway(events.WorkerReported(report)),
         )
 
@@ -143,8 +159,10 @@ class ExactEngine(ABC):
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Send the first report, and begin to measure idle steps."""
+        """Send the first report, begin to measure idle steps, and have the folder of a tier read."""
         self._reports.start(self.core.prefix_snapshot())
+        if self.core.next_deadline is not None:
+            self._wake()
         self._rest()
 
     def stop_reporting(self) -> None:
@@ -156,6 +174,8 @@ class ExactEngine(ABC):
         """End without a message; `Pair.close` closes the pairs of others."""
         self.is_dead = True
         self._reports.stop()
+        if self._folder is not None:
+            self._folder.close()
         if self._running is not None and self._world.machine is not None:
             self._world.machine.end(self._running)
 
@@ -287,8 +307,27 @@ class ExactEngine(ABC):
         return gap_s
 
     def _take_copy_s(self) -> float:
-        num_bytes, self._runner.num_copied_bytes = self._runner.num_copied_bytes, 0
-        return num_bytes * self._world.overheads.copy_byte_s
+        copy_s = self._copy_s()
+        self._runner.num_copied_bytes = self._runner.num_host_bytes = 0
+        return copy_s
+
+    def _copy_s(self) -> float:
+        """Seconds of the copies since the last step."""
+        runner, copy_byte_s = self._runner, self._world.overheads.copy_byte_s
+        if self.config.tiers is None:
+            return (runner.num_copied_bytes + runner.num_host_bytes) * copy_byte_s
+        return runner.num_copied_bytes * copy_byte_s + self._world.tier_times.copy_s(runner.num_host_bytes)
+
+    def _copy_clock(self) -> float:
+        """A clock on which copies take time, though the event loop has not come to their end."""
+        return self._loop.now + self._copy_s()
+
+    def _metrics(self) -> WorkerMetrics:
+        """The counters of tiers. The router takes the others from steps and requests."""
+        totals = self.core.totals()
+        return WorkerMetrics(
+            loaded_tokens=totals.loaded_tokens, dropped_extents=totals.dropped_extents, tiers=totals.tiers
+        )
 
     def _tell(self, happened: list[Event]) -> None:
         """Pass events of the engine to the roles and the gateway."""

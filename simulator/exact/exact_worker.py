@@ -49,6 +49,7 @@ from disagg.proto.messages import (
 )
 from disagg.simulator.exact.exact_engine import ExactEngine
 from disagg.simulator.exact.hand_over import Pair
+from disagg.simulator.exact.tier_folder import Files
 from disagg.simulator.exact.timed_runner import TimedRunner
 from disagg.simulator.world.surroundings import Surroundings
 
@@ -80,8 +81,9 @@ class ExactWorker(ExactEngine):
         calibration: tuple[StepSample, ...],
         incarnation: str,
         jump_s: float,
+        files: Files,
     ) -> None:
-        super().__init__(world, config, runner, calibration, incarnation, jump_s)
+        super().__init__(world, config, runner, calibration, incarnation, jump_s, files)
         self._pairs: dict[PeerRef, Pair] = {}
         """The pairs that this worker formed as P, by decode worker."""
         self._sending: dict[AttemptKey, _Sending] = {}

@@ -1,6 +1,7 @@
 """A model runner that computes nothing: steps take the time that a model of them says, and tokens are looked up.
 
 The engine core plans on it as on any other. There is no KV: copies of it are counted, so that they can take time.
+Staging memory made here is host memory, of tiers and of preempted sequences; that of pairs has length 0.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class TimedRunner(ModelRunner):
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.num_copied_bytes = 0
-        """Bytes of KV that were copied out of the cache or into it."""
+        """Bytes of KV that were copied out of the cache or into it, from slots of pairs or into them."""
+        self.num_host_bytes = 0
+        """The same, from host memory or into it."""
+        self._memory: dict[int, Buffer] = {}
+        """One memory for each size; nobody reads what is in it."""
 
     def _num_bytes(self, num_tokens: int, group: int) -> int:
         return num_tokens * self.layout.groups[group].bytes_per_token
@@ -98,13 +103,15 @@ class TimedRunner(ModelRunner):
 
     @override
     def new_staging(self, nbytes: int) -> Buffer:
-        """Allocate memory that is never read or written."""
-        return np.empty(nbytes, dtype=np.uint8)
+        """Memory whose contents mean nothing; all of one size is the same."""
+        if nbytes not in self._memory:
+            self._memory[nbytes] = np.empty(nbytes, dtype=np.uint8)
+        return self._memory[nbytes]
 
     @override
     def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
         """Count the bytes that are copied out of the cache."""
-        self.num_copied_bytes += self._num_bytes(end - start, group)
+        self._count(self._num_bytes(end - start, group), out)
         return 0
 
     @override
@@ -112,7 +119,13 @@ class TimedRunner(ModelRunner):
         self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
     ) -> None:
         """Count the bytes that are copied into the cache."""
-        self.num_copied_bytes += self._num_bytes(end - start, group)
+        self._count(self._num_bytes(end - start, group), data)
+
+    def _count(self, num_bytes: int, memory: Buffer) -> None:
+        if len(memory):
+            self.num_host_bytes += num_bytes
+        else:
+            self.num_copied_bytes += num_bytes
 
 
 class _Stopwatch(TimedRunner):

@@ -60,6 +60,7 @@ class FastWorker(FastEngine):
             None,
             self.load,
             self._room.drain_events,
+            None,
             lambda report: world.to_gateway(events.WorkerReported(report)),
         )
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from disagg.engine.core.reports import StepSampler
 from disagg.proto.ids import Incarnation, WorkerId
-from disagg.proto.messages import KvEvent, Load, StepSample, WorkerReport
+from disagg.proto.messages import KvEvent, Load, StepSample, WorkerMetrics, WorkerReport
 from disagg.simulator.world.clock import EventLoop
 
 
 class Reports:
-    """The report stream of one worker. `load` and `kv_events` say what a report carries, `send` sends it."""
+    """The report stream of one worker. `load`, `kv_events` and `metrics` say what a report carries, `send` sends it."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Reports:
         idle_s: float | None,
         load: Callable[[], Load],
         kv_events: Callable[[], tuple[KvEvent, ...]],
+        metrics: Callable[[], WorkerMetrics] | None,
         send: Callable[[WorkerReport], None],
     ) -> None:
         self._loop = loop
@@ -37,6 +38,7 @@ class Reports:
         self._idle_s = idle_s
         self._load = load
         self._kv_events = kv_events
+        self._metrics = metrics
         self._send = send
         self._steps = StepSampler()
         self._sequence = 0
@@ -118,6 +120,7 @@ class Reports:
             load=load,
             kv_events=kv_events,
             steps=(*self._late, *self._steps.take()),
+            metrics=None if self._metrics is None else self._metrics(),
         )
         self._late.clear()
         self._report_is_due = False

@@ -11,6 +11,7 @@ from disagg.proto.ids import WorkerId
 from disagg.proto.messages import KvLayout
 from disagg.router.config import RouterConfig
 from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.durations.tier_times import DEFAULT_TIER_TIMES, TierTimes
 from disagg.simulator.world.slow_times import SlowTime
 from disagg.step_times.interface import LinkTimes, StepTimes
 
@@ -66,6 +67,7 @@ class ClusterSpec:
     router: RouterConfig = field(default_factory=RouterConfig)
     link: LinkTimes = DEFAULT_LINK
     overheads: Overheads = NO_OVERHEADS
+    tier_times: TierTimes = DEFAULT_TIER_TIMES
     sharing: Sharing | None = None
     """How much workers on one machine slow each other down; None if each has its own machine."""
     gateway_neighbour: WorkerId | None = None
@@ -87,6 +89,8 @@ class ClusterSpec:
             raise ValueError(
                 "pools: no worker decodes; a cluster needs a pool decode, colocated or workers of at least 1"
             )
+        if self.engine == "fast" and any(pool.worker.tiers is not None for pool in self.pools):
+            raise ValueError("kv_cache.tiers: the fast engine knows no tiers; take the exact one")
         if not self.jump_s >= 0:
             raise ValueError(f"jump_s: expected a time of at least 0; got {self.jump_s}")
         if not self.sample_s > 0:

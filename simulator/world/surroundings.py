@@ -8,6 +8,7 @@ from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import PeerRef
 from disagg.router.requests import events
 from disagg.simulator.durations.overheads import Overheads
+from disagg.simulator.durations.tier_times import TierTimes
 from disagg.simulator.world.clock import EventLoop
 from disagg.simulator.world.machine import Machine
 from disagg.simulator.world.network import Network
@@ -85,6 +86,7 @@ class Surroundings(Protocol):
     loop: EventLoop
     network: Network
     overheads: Overheads
+    tier_times: TierTimes
     answers: Answers
     machine: Machine | None
     """The machine that all workers share; None if each has its own."""

@@ -6,6 +6,7 @@
     pools: {decode: {base_ms: ...}}                       where they differ
     link: {bandwidth_bytes_per_s: 1.0e+10, latency_s: 1.0e-4}
     overheads: {message_s: 5.0e-4, ...}                   see `simulator/durations/overheads.py`
+    tiers: {host_bytes_per_s: 2.0e+10, ...}               of workers with tiers, see `simulator/durations/tier_times.py`
     sharing: {decode_by_decode: 0.2, ...}                 where all workers run on one machine
     cold_start_s: 30
     drafts: {tokens_per_step: 1.8, rows_per_step: 3.5}    of workers with speculation, see `durations/drafts.py`
@@ -29,6 +30,7 @@ from disagg.simulator.durations.calibration_file import FORMAT, StepRecording, c
 from disagg.simulator.durations.drafts import DraftedSteps, Drafts
 from disagg.simulator.durations.fitted import MIN_SAMPLES, fit
 from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
+from disagg.simulator.durations.tier_times import DEFAULT_TIER_TIMES, TierTimes
 from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.step_times.interface import LinkTimes, StepTimes, StepWork
 
@@ -74,6 +76,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pools: dict[str, LinearSteps] = {}
     link: _Link | None = None
     overheads: Overheads = NO_OVERHEADS
+    tiers: TierTimes = DEFAULT_TIER_TIMES
     sharing: Sharing | None = None
     drafts: Drafts | None = None
     cold_start_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
@@ -92,6 +95,7 @@ class Timing(NamedTuple):
     """How much workers on one machine slow each other down; None if each has its own machine."""
     drafts: Drafts | None = None
     """Means of steps with drafts; None if not known."""
+    tiers: TierTimes = DEFAULT_TIER_TIMES
 
     def of_pool(self, name: str, *, has_drafts: bool = False) -> StepTimes:
         """The step times of a pool's workers. `has_drafts`: whether they compute drafts, which changes nothing where
@@ -122,6 +126,7 @@ def read_timing(raw: Any) -> Timing:
         file.cold_start_s,
         file.sharing,
         file.drafts,
+        file.tiers,
     )
 
 

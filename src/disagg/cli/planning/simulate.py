@@ -97,8 +97,8 @@ def _cache_bytes(name: str, pool: PoolConfig) -> int:
 
 
 def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, sample_s: float = 1.0) -> ClusterSpec:
-    """The cluster of a configuration. Raises `ConfigError` for workers that cannot hold a single KV block, and for
-    several models."""
+    """The cluster of a configuration. Raises `ConfigError` for workers that cannot hold a single KV block, for several
+    models, and for what the engine does not simulate."""
     if config.models:
         raise ConfigError("models: a simulation is of one model; give it a file with the model and pools of one")
     pools = []
@@ -128,18 +128,22 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
             )
         )
     longest = min(pool.num_blocks * pool.worker.block_size for pool in pools)
-    return ClusterSpec(
-        pools=pools,
-        kv_layout=timing.kv_layout,
-        max_model_len=min(longest, config.model.max_model_len or longest),
-        router=router_config(config),
-        link=timing.link,
-        overheads=timing.overheads,
-        sharing=timing.sharing,
-        gateway_neighbour=WorkerId(f"{pools[0].name}-0"),
-        engine=engine,
-        sample_s=sample_s,
-    )
+    try:
+        return ClusterSpec(
+            pools=pools,
+            kv_layout=timing.kv_layout,
+            max_model_len=min(longest, config.model.max_model_len or longest),
+            router=router_config(config),
+            link=timing.link,
+            overheads=timing.overheads,
+            tier_times=timing.tiers,
+            sharing=timing.sharing,
+            gateway_neighbour=WorkerId(f"{pools[0].name}-0"),
+            engine=engine,
+            sample_s=sample_s,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def planned_load(options: SimulateOptions, spec: ClusterSpec) -> tuple[PlannedLoad, Slo]:

@@ -90,6 +90,11 @@ def test_a_policy_and_habits_can_be_chosen(folder: Path) -> None:
             "pools.decode.kv_cache_bytes: 15000 bytes hold no block of 16 tokens",
         ),
         (
+            {"cluster": "cluster.yaml", "engine": "fast"},
+            {"cluster.yaml": "kv_cache: {tiers: {host_bytes: 1GiB}}"},
+            "^kv_cache.tiers: the fast engine knows no tiers; take the exact one$",
+        ),
+        (
             {},
             {
                 "scenario.yaml": "{workload: {kind: trace, path: TRACE, format: azure}, arrivals: {kind: trace}}",

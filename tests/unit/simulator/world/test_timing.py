@@ -8,6 +8,7 @@ import pytest
 
 from disagg.proto.messages import KvLayout
 from disagg.simulator.durations.overheads import Overheads
+from disagg.simulator.durations.tier_times import TierTimes
 from disagg.simulator.world.settings import DEFAULT_LINK
 from disagg.simulator.world.timing import read_timing
 from disagg.step_times.interface import LinkTimes, StepWork
@@ -31,6 +32,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 def test_what_is_left_out_has_a_default_and_what_is_there_counts() -> None:
     plain = read_timing(RAW)
     assert (plain.link, plain.overheads, plain.cold_start_s) == (DEFAULT_LINK, Overheads(), 0.0)
+    assert plain.tiers == TierTimes(host_bytes_per_s=1e10, disk_bytes_per_s=1e9, disk_latency_s=1e-4)
     assert plain.of_pool("decode") is plain.step
     whole = read_timing(
         {
@@ -38,9 +40,11 @@ def test_what_is_left_out_has_a_default_and_what_is_there_counts() -> None:
             "pools": {"decode": {**STEP, "base_ms": 2.0}},
             "link": {"bandwidth_bytes_per_s": 1e9, "latency_s": 0.5},
             "overheads": {"message_s": 0.001},
+            "tiers": {"host_bytes_per_s": 2e10},
             "cold_start_s": 3,
         }
     )
+    assert whole.tiers == TierTimes(host_bytes_per_s=2e10)
     assert whole.of_pool("decode").step_s(StepWork(0, 0, 1, 0)) == pytest.approx(0.00225)
     assert whole.link == LinkTimes(bandwidth_bytes_per_s=1e9, latency_s=0.5)
     assert (whole.overheads.message_s, whole.cold_start_s) == (0.001, 3)
@@ -87,6 +91,7 @@ def test_windows_and_experts() -> None:
         ({**RAW, "speed": 1}, "speed"),
         ({**RAW, "step": {**STEP, "base_ms": 0}}, r"base_ms|step"),
         ({**RAW, "link": {"bandwidth_bytes_per_s": 0}}, "bandwidth_bytes_per_s"),
+        ({**RAW, "tiers": {"disk_bytes_per_s": 0}}, "disk_bytes_per_s"),
         ({**RAW, "drafts": {"tokens_per_step": 0.5, "rows_per_step": 1}}, "tokens_per_step"),
         ({**RAW, "drafts": {"tokens_per_step": 1, "rows_per_step": 17}}, "rows_per_step"),
         (
