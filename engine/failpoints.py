@@ -10,6 +10,8 @@
     engine.step         raise, hang, exit, kill                          before a step of the engine
     pair.setup          fail, hang, exit, kill                           while a pair's byte channel is formed
     tokens.send         drop                                             the stream of tokens to a gateway ends
+    tier.write          fail, delay                                      a file of the disk tier: the disk is full
+    tier.read           fail, delay                                      a file of the disk tier: the disk is broken
 
 Arguments: `p`, the probability at each opportunity (1); `after`, opportunities that pass first (0); `times`, how often
 it happens at most; `ms` of a delay or hang (100); `message`, the kind of control message (any); `worker`, whose name
@@ -44,6 +46,8 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "engine.step": ("raise", "hang", "exit", "kill"),
     "pair.setup": ("fail", "hang", "exit", "kill"),
     "tokens.send": ("drop",),
+    "tier.write": ("fail", "delay"),
+    "tier.read": ("fail", "delay"),
 }
 """Point -> what can be done there."""
 MESSAGES = tuple(

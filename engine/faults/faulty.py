@@ -4,6 +4,7 @@
     Failpoints.sending, .receiving      control messages of one pair, lost, doubled, late or wrong
     Failpoints.runner                   steps that raise, hang, or end the process
     Failpoints.mailbox                  sessions with gateways that break
+    Failpoints.files                    files of the disk tier that cannot be written or read, or take long
 
 `Failpoints.parts` gives a worker all of them, once, at its start. The code of a worker imports nothing of this. Where
 no failpoint is set a worker has the parts of any other, and nothing is paid. Every fault that happens is a line in the
@@ -13,6 +14,7 @@ log, which begins with `FIRED`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -29,8 +31,10 @@ from disagg.engine.failpoints import Failpoint, Plan, Tamper, Trigger, parse
 from disagg.engine.faults.faulty_transport import FaultyTransport
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.transport import Connector, PairTransport, Rendezvous, TransportError
-from disagg.engine.plan import ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import Buffer, ModelRunner, QueuedStep, StepPlan, StepQueue, StepResult
+from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
+from disagg.engine.tiers.extents import Extent
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +111,7 @@ class Failpoints:
             control_in=self.receiving,
             wrap_runner=self.runner,
             new_mailbox=self.mailbox,
+            wrap_files=self.files,
         )
 
     def connector(self, connect: Connector) -> Connector:
@@ -140,6 +145,12 @@ class Failpoints:
         if not self._at("tokens.send"):
             return Mailbox(max_items)
         return _BreakingMailbox(max_items, lambda: self.fired("tokens.send") is not None)
+
+    def files(self, files: ExtentFiles) -> ExtentFiles:
+        """The files of the disk tier."""
+        if not self._at("tier.write", "tier.read"):
+            return files
+        return cast(ExtentFiles, _FaultyFiles(files, self._before_file))
 
     # ------------------------------------------------------------ inside
 
@@ -176,6 +187,13 @@ class Failpoints:
             if fault.action == "raise":
                 raise RuntimeError(f"{FIRED} {fault}")
             _hang_or_end(fault)
+
+    def _before_file(self, point: str) -> None:
+        if (fault := self.fired(point)) is not None:
+            if fault.action == "fail":
+                code = errno.ENOSPC if point == "tier.write" else errno.EIO
+                raise OSError(code, os.strerror(code))
+            time.sleep(fault.ms / 1000)
 
 
 NO_FAILPOINTS = Failpoints()
@@ -247,6 +265,25 @@ class _Tampered(Generic[M]):
 
     def _pass_on_next(self) -> None:
         self._pass_on(self._late.popleft()[1])
+
+
+class _FaultyFiles:
+    """`ExtentFiles` that do something before each file."""
+
+    def __init__(self, inner: ExtentFiles, before: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._before = before
+
+    def write(self, extent: Extent, payload: Buffer) -> None:
+        self._before("tier.write")
+        self._inner.write(extent, payload)
+
+    def read(self, extent: Extent, payload: Buffer) -> str:
+        self._before("tier.read")
+        return self._inner.read(extent, payload)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 class _FaultyRunner:

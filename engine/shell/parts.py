@@ -13,6 +13,7 @@ from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.transport import Connector, Rendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.plan import ModelRunner
+from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.proto.messages import StepUpdate
 
 Deliver = Callable[[Any], None]
@@ -25,6 +26,10 @@ def _as_it_is(deliver: Deliver) -> Deliver:
 
 def _same_runner(runner: ModelRunner) -> ModelRunner:
     return runner
+
+
+def _same_files(files: ExtentFiles) -> ExtentFiles:
+    return files
 
 
 def _new_mailbox(max_items: int) -> Mailbox[StepUpdate]:
@@ -44,6 +49,8 @@ class WorkerParts:
     control_in: Callable[[Deliver], Deliver] = _as_it_is
     """Wraps what takes the peer's control messages of one pair."""
     wrap_runner: Callable[[ModelRunner], ModelRunner] = _same_runner
+    wrap_files: Callable[[ExtentFiles], ExtentFiles] = _same_files
+    """Wraps the files of the disk tier."""
     new_mailbox: Callable[[int], Mailbox[StepUpdate]] = _new_mailbox
     """Makes the queue of updates for one gateway, of at most that many items."""
 

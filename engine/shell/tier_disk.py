@@ -214,8 +214,13 @@ class TierDisk(DiskPort):
             logger.warning("%s", message)
 
 
-def open_tier_disk(config: WorkerConfig, runner: ModelRunner, secret: ClusterSecret) -> TierDisk | None:
-    """The disk tier of a worker, not started; None where it has none.
+def open_tier_disk(
+    config: WorkerConfig,
+    runner: ModelRunner,
+    secret: ClusterSecret,
+    wrap_files: Callable[[ExtentFiles], ExtentFiles] = lambda files: files,
+) -> TierDisk | None:
+    """The disk tier of a worker, not started; None where it has none. `wrap_files`: what is put around its files.
 
     Raises:
         ConfigError: its folder cannot be used, or is another worker's and stays that for `LOCK_WAIT_S`.
@@ -227,4 +232,4 @@ def open_tier_disk(config: WorkerConfig, runner: ModelRunner, secret: ClusterSec
     format_ = extent_format(runner.fingerprint, runner.layout, runner.tp, num_bytes, secret)
     files = ExtentFiles(Path(disk.path), format_, is_shared=disk.shared)
     files.open(LOCK_WAIT_S)
-    return TierDisk(files, disk.bytes // num_bytes, is_shared=disk.shared)
+    return TierDisk(wrap_files(files), disk.bytes // num_bytes, is_shared=disk.shared)

@@ -160,7 +160,7 @@ class Worker:
         with remembered_calibration(runner, config) as memory:
             self._calibration = memory.samples = self._measured(runner, memory.samples)
         self.stages.end()
-        self._tier_disk = open_tier_disk(config, runner, self.cluster_secret)
+        self._tier_disk = open_tier_disk(config, runner, self.cluster_secret, self.parts.wrap_files)
         core = EngineCore(
             self.parts.wrap_runner(runner),
             config=config,

@@ -1,8 +1,10 @@
-"""Worker processes with tiers: history that is loaded, a restart that finds its files, and files that are damaged."""
+"""Worker processes with tiers: history that is loaded, a restart that finds its files, damaged files, and disks that
+fail."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
+from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.messages import WatchRequest, WorkerInfo, WorkerReport, decoder, encode
 from disagg.proto.services import CHANNEL_OPTIONS, WATCH
 from tests.support.secret import SECRET
@@ -20,22 +23,24 @@ from tests.support.workers import open_gateway, prompt_of, running_workers
 NUM_TOKENS = 6
 
 
-def config_of(folder: Path) -> WorkerConfig:
+def config_of(folder: Path, worker_id: str = "c0", *, failpoints: bool = False) -> WorkerConfig:
     """A colocated worker whose device cache holds one prompt and a half."""
     return WorkerConfig(
-        worker_id="c0",
+        worker_id=worker_id,
         roles=("prefill", "decode"),
         model_path="fake",
         num_blocks=32,
         max_model_len=400,
         max_num_seqs=4,
         watermark=0.0,
-        tiers=TierOptions(disk=DiskTier(path=str(folder / "c0"), bytes=1 << 20)),
+        tiers=TierOptions(disk=DiskTier(path=str(folder / worker_id), bytes=1 << 20)),
+        failpoints=failpoints,
     )
 
 
-async def until_its_tier_is_on(info: WorkerInfo) -> None:
-    """A worker serves before it has read its folder."""
+async def until_its_tier_is(info: WorkerInfo, off_reason: str) -> None:
+    """Wait until a worker reports this of its tier; an empty reason is a tier that is on. A worker serves before it has
+    read its folder."""
     decode = decoder(WorkerReport).decode
     async with (
         asyncio.timeout(LONG_WAIT_S),
@@ -44,7 +49,7 @@ async def until_its_tier_is_on(info: WorkerInfo) -> None:
         call: Any = channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         while True:
             metrics = decode(await call.read()).metrics
-            if metrics is not None and [tier.off_reason for tier in metrics.tiers] == [""]:
+            if metrics is not None and [tier.off_reason for tier in metrics.tiers] == [off_reason]:
                 call.cancel()
                 return
 
@@ -53,7 +58,7 @@ async def cached_of(config: WorkerConfig, prompts: list[list[int]]) -> list[int]
     """Start a worker and run each prompt alone, the next one when the folder has files of it; what each found."""
     with running_workers(config) as infos:
         async with open_gateway(infos) as gateway:
-            await until_its_tier_is_on(infos[0])
+            await until_its_tier_is(infos[0], "")
             cached = []
             for number, prompt in enumerate(prompts, start=1):
                 answer = await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
@@ -85,3 +90,54 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_the_configuration(tmp_path:
     config = config_of(tmp_path)
     with pytest.raises(AssertionError, match=r"kv_cache.tiers.disk.path: .* cannot be used"), running_workers(config):
         pass
+
+
+FAULTS = ";".join(
+    (
+        "tier.write=fail(worker=full)",
+        "tier.read=fail(worker=broken)",
+        "tier.read=delay(worker=slow,ms=1000)",
+    )
+)
+OFF = {
+    "full": "No space left on device",
+    "broken": "Input/output error",
+    "slow": "",
+    "removed": "No such file or directory",
+    "sound": "",
+}
+"""Why the disk tier of each worker is off in the end."""
+CACHED = {"full": 0, "broken": 0, "slow": 0, "removed": 0, "sound": 256}
+"""Tokens of the first prompt that are not computed when it comes again."""
+
+
+async def test_no_disk_fails_a_request_and_each_tells_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt is written, evicted from the device cache by two others, and asked for again. At the end of
+    `open_gateway` every worker holds nothing."""
+    monkeypatch.setenv(FAILPOINTS_VARIABLE, FAULTS)
+    configs = [config_of(tmp_path, name, failpoints=True) for name in OFF]
+    prompts = [prompt_of(300) for _ in range(3)]
+    with running_workers(*configs) as infos:
+        async with open_gateway(infos) as gateway:
+
+            async def drive(info: WorkerInfo, config: WorkerConfig) -> int:
+                name = info.worker_id
+                await until_its_tier_is(info, "")
+                for number, prompt in enumerate(prompts, start=1):
+                    answer = await gateway.run(prompt, worker=name, max_tokens=NUM_TOKENS)
+                    assert answer.token_ids == fake_generate(tuple(prompt), NUM_TOKENS)
+                    if name != "full":
+                        await eventually(
+                            lambda most=2 * number: len(files_of(config)) == most, "extents were not written"
+                        )
+                if name == "removed":
+                    shutil.rmtree(tmp_path / name)
+                answer = await gateway.run(prompts[0], worker=name, max_tokens=NUM_TOKENS)
+                assert answer.token_ids == fake_generate(tuple(prompts[0]), NUM_TOKENS)
+                await until_its_tier_is(info, OFF[name])
+                return answer.ends[0].cached_tokens
+
+            cached = await asyncio.gather(*map(drive, infos, configs))
+    assert dict(zip(OFF, cached, strict=True)) == CACHED

@@ -20,6 +20,7 @@ from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.kv_transfer.transport import PairTransport, TransportError
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, local_connector
 from disagg.engine.plan import StepPlan
+from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.engine.shell.parts import DEFAULT_PARTS
 from disagg.proto.messages import StepUpdate
 from tests.support.engine import (
@@ -35,6 +36,7 @@ from tests.support.engine import (
 )
 from tests.support.queueing import QueueingRunner
 from tests.support.secret import SECRET, checksum
+from tests.unit.engine.tiers.test_extent_file import FIRST, format_of, payload
 
 DATA = np.arange(64, dtype=np.uint8)
 
@@ -102,6 +104,8 @@ def test_without_failpoints_nothing_is_wrapped() -> None:
     assert NO_FAILPOINTS.rendezvous(rendezvous) is rendezvous
     assert NO_FAILPOINTS.connector(CONNECT) == CONNECT
     assert NO_FAILPOINTS.runner(runner) is runner
+    files = ExtentFiles(Path("/folder"), format_of(), is_shared=False)
+    assert NO_FAILPOINTS.files(files) is files
     append = seen.append
     assert NO_FAILPOINTS.sending(append) is append
     assert NO_FAILPOINTS.receiving(append) is append
@@ -113,7 +117,7 @@ def test_without_failpoints_nothing_is_wrapped() -> None:
 def test_each_failpoint_is_in_the_parts_of_its_worker() -> None:
     """A worker gets faults by its parts only; the transport's name and address go through."""
     control = ";control.send=drop(times=1);control.receive=duplicate(times=1)"
-    parts = failpoints(f"pair.setup=fail;engine.step=raise;tokens.send=drop{control}").parts()
+    parts = failpoints(f"pair.setup=fail;engine.step=raise;tokens.send=drop;tier.write=fail{control}").parts()
     rendezvous = parts.make_rendezvous("local", "127.0.0.1", SECRET)
     with pytest.raises(TransportError, match="failpoint"):
         rendezvous.accept("pair")
@@ -122,6 +126,8 @@ def test_each_failpoint_is_in_the_parts_of_its_worker() -> None:
     rendezvous.close()
     with pytest.raises(RuntimeError, match="failpoint"):
         parts.wrap_runner(FakeModelRunner(4, 16, 64)).run(StepPlan())
+    with pytest.raises(OSError, match="No space left on device"):
+        parts.wrap_files(ExtentFiles(Path("/folder"), format_of(), is_shared=False)).write(FIRST, payload())
 
     async def messages() -> tuple[list[str], list[str], bool]:
         sent, received = list[str](), list[str]()
@@ -298,6 +304,19 @@ def test_a_step_that_raises_when_it_is_launched() -> None:
 
 def test_a_runner_without_a_launcher_has_none_with_faults_either() -> None:
     assert failpoints("engine.step=raise").runner(FakeModelRunner(4, 16, 64)).step_queue is None
+
+
+def test_a_disk_that_is_full_or_broken_and_then_is_not(tmp_path: Path) -> None:
+    plan = "tier.write=fail(times=1);tier.read=fail(times=1);tier.write=delay(ms=0);tier.read=delay(ms=0)"
+    files = failpoints(plan).files(ExtentFiles(tmp_path / "own", format_of(), is_shared=False))
+    files.open()
+    for error, order in (("No space left on device", files.write), ("Input/output error", files.read)):
+        with pytest.raises(OSError, match=error):
+            order(FIRST, payload())
+    files.write(FIRST, payload())
+    assert files.read(FIRST, payload(0)) == ""
+    assert files.scan() == [FIRST]
+    files.close()
 
 
 async def test_a_session_breaks_instead_of_taking_an_update() -> None:
