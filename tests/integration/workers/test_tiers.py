@@ -39,8 +39,8 @@ def config_of(folder: Path, worker_id: str = "c0", *, failpoints: bool = False) 
 
 
 async def until_its_tier_is(info: WorkerInfo, off_reason: str) -> None:
-    """Wait until a worker reports this of its tier; an empty reason is a tier that is on. A worker serves before it has
-    read its folder."""
+    """Wait until a worker reports a reason that ends like this for its tier; an empty one is a tier that is on. A
+    worker serves before it has read its folder."""
     decode = decoder(WorkerReport).decode
     async with (
         asyncio.timeout(LONG_WAIT_S),
@@ -49,7 +49,8 @@ async def until_its_tier_is(info: WorkerInfo, off_reason: str) -> None:
         call: Any = channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
         while True:
             metrics = decode(await call.read()).metrics
-            if metrics is not None and [tier.off_reason for tier in metrics.tiers] == [off_reason]:
+            reasons = [tier.off_reason for tier in metrics.tiers] if metrics is not None else []
+            if reasons and reasons[0].endswith(off_reason) and bool(reasons[0]) == bool(off_reason):
                 call.cancel()
                 return
 
