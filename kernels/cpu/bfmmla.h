@@ -96,6 +96,17 @@ inline void put_row_of_pair(const bf16* x, int64_t depth, bf16* rows, int64_t r)
 
 // The panels from `first` to `end`.
 inline void panels_by_bfmmla(const Linear& args, const RowPairs& x, int64_t first, int64_t end) {
+    if (are_codes(args.weights)) {
+        static thread_local std::vector<bf16> memory;
+        bf16* widened = at_least(memory, args.panel_size());
+        return with_codes(args.weights, [&](auto codes) {
+            const int64_t bytes = args.depth / GROUP * decltype(codes)::BYTES;
+            for (int64_t p = first; p < end; ++p) {
+                widen_panel<decltype(codes)>(static_cast<const char*>(args.packed) + p * bytes, args.depth, widened);
+                panel_by_bfmmla(args, x, p * COLUMNS, widened);
+            }
+        });
+    }
     const auto* packed = static_cast<const bf16*>(args.packed);
     for (int64_t p = first; p < end; ++p) panel_by_bfmmla(args, x, p * COLUMNS, packed + p * args.panel_size());
 }

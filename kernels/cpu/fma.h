@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "product.h"
@@ -46,24 +47,11 @@ class Int8Inputs {
 
     Int8Inputs(const void* panel, int64_t column) : at_(static_cast<const int8_t*>(panel) + column) {}
 
-    vr even(int v) const { return widened(at_ + v * REGISTER_LANES); }
-    vr odd(int v) const { return widened(at_ + COLUMNS + v * REGISTER_LANES); }
+    vr even(int v) const { return int8_register(at_ + v * REGISTER_LANES); }
+    vr odd(int v) const { return int8_register(at_ + COLUMNS + v * REGISTER_LANES); }
     void next() { at_ += PAIR; }
 
    private:
-    static vr widened(const int8_t* p) {
-#if defined(__AVX512F__)
-        return (vr)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-        return (vr)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-        typedef int8_t vrb __attribute__((vector_size(REGISTER_LANES)));
-        vrb bytes;
-        std::memcpy(&bytes, p, sizeof bytes);
-        return __builtin_convertvector(__builtin_convertvector(bytes, vri), vr);
-#endif
-    }
-
     const int8_t* at_;
 };
 
@@ -80,6 +68,18 @@ class Fp32Inputs {
    private:
     const float* at_;
 };
+
+// Codes in groups; see `groups.h`. Their tiles widen a group at a time.
+template <class CODES>
+struct CodeInputs {
+    using Number = bf16;
+    using OfCodes = CODES;
+};
+
+template <class Source, class = void>
+struct AreCodes : std::false_type {};
+template <class Source>
+struct AreCodes<Source, std::void_t<typename Source::OfCodes>> : std::true_type {};
 
 // Rows of fp32 numbers, `stride` apart; their depth is even, zeros behind the last input.
 struct WideRows {
@@ -138,6 +138,36 @@ void fma_tile(const WideRows& x, Source source, const char* ahead, float (*sums)
         for (int v = 0; v < VECS; ++v) store_register(sums[r] + v * REGISTER_LANES, acc[r][v]);
 }
 
+// The same for a panel of codes and the columns from `column` on.
+template <int ROWS, class CODES>
+void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, float (*sums)[COLUMNS]) {
+    constexpr int SIZE = fma_columns(ROWS), VECS = SIZE / REGISTER_LANES;
+    alignas(64) float inputs[GROUP][SIZE];
+    vr acc[ROWS][VECS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; ++v) acc[r][v] = vr{};
+    const float* rows[ROWS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) rows[r] = x.at + r * x.stride;
+    for (int64_t k = 0; k < 2 * x.num_pairs; k += GROUP, panel += CODES::BYTES) {
+        widen_group<CODES, SIZE>(panel, column, inputs);
+        for (int64_t i = 0; i < GROUP; ++i)
+            add_input(acc, rows, k + i, [&](int v) { return load_register(inputs[i] + v * REGISTER_LANES); });
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; ++v) store_register(sums[r] + v * REGISTER_LANES, acc[r][v]);
+}
+
+template <class CODES, int... ROW>
+auto fma_tile_of_codes(int64_t num_rows, std::integer_sequence<int, ROW...>) {
+    static constexpr void (*TILES[])(const WideRows&, const char*, int64_t, float (*)[COLUMNS]) = {fma_tile_of_codes<ROW + 1, CODES>...};
+    return TILES[num_rows - 1];
+}
+
 template <class Source>
 using FmaTile = void (*)(const WideRows&, Source, const char*, float (*)[COLUMNS]);
 
@@ -169,7 +199,7 @@ FmaTile<Source> fma_tile_of(int64_t num_rows, int64_t ahead_lines) {
 // prefetching alone, others prefetch their own panel, a little ahead. Of more rows the first tiles share the lines of the next
 // panel. docs/benchmarks/kernels.md
 template <class T, class Source>
-void panel_by_fma(const Linear& args, const WideRows& x, int64_t column, const typename Source::Number* panel) {
+void panel_by_fma(const Linear& args, const WideRows& x, int64_t column, const typename Source::Number* panel, bool prefetches = true) {
     constexpr int64_t LINES = PAIR * sizeof(typename Source::Number) / LINE;
     const char* start = reinterpret_cast<const char*>(panel);
     const int64_t tiles = num_tiles(args.num_rows, MAX_FMA_ROWS);
@@ -181,13 +211,32 @@ void panel_by_fma(const Linear& args, const WideRows& x, int64_t column, const t
         for (int64_t t = 0; t < tiles; ++t, ++pass) {
             const TileRows rows = rows_of(t, tiles, args.num_rows);
             prefetch_outputs<T>(args, rows, column + at);
-            const int64_t lines = args.num_rows == 1 ? (PREFETCH_INTO_L2 ? 0 : LINES) : pass * shared < LINES ? shared : 0;
+            int64_t lines = args.num_rows == 1 ? (PREFETCH_INTO_L2 ? 0 : LINES) : pass * shared < LINES ? shared : 0;
+            if (!prefetches) lines = 0;
             const char* ahead = start + (args.num_rows == 1 ? STREAM_AHEAD : (LINES + pass * shared) * next);
             const WideRows tile_rows{x.at + rows.first * x.stride, x.stride, x.num_pairs};
             fma_tile_of<Source>(rows.count, lines)(tile_rows, Source(panel, at), ahead, sums);
             finish<T>(args, rows.first, static_cast<int>(rows.count), column + at, static_cast<int>(columns / LANES),
                       [&](int r, int v) { return load(sums[r] + v * LANES); });
         }
+}
+
+// The same for a panel of codes. Several tiles share what was widened once.
+template <class CODES>
+void panel_of_codes_by_fma(const Linear& args, const WideRows& x, int64_t column, const char* panel) {
+    if (args.num_rows > MAX_FMA_ROWS) {
+        static thread_local std::vector<bf16> memory;
+        bf16* widened = at_least(memory, args.panel_size());
+        widen_panel<CODES>(panel, args.depth, widened);
+        return panel_by_fma<bf16, Bf16Inputs>(args, x, column, widened, false);
+    }
+    alignas(64) float sums[MAX_FMA_ROWS][COLUMNS];
+    const int64_t columns = fma_columns(args.num_rows);
+    for (int64_t at = 0; at < COLUMNS; at += columns) {
+        fma_tile_of_codes<CODES>(args.num_rows, std::make_integer_sequence<int, MAX_FMA_ROWS>{})(x, panel, at, sums);
+        finish<bf16>(args, 0, static_cast<int>(args.num_rows), column + at, static_cast<int>(columns / LANES),
+                     [&](int r, int v) { return load(sums[r] + v * LANES); });
+    }
 }
 
 // out[0 .. stride) = a row of x in fp32, zeros behind it.
@@ -208,8 +257,17 @@ inline int64_t wide_stride(int64_t depth) {
 // The panels from `first` to `end`.
 template <class T, class Source>
 void panels_by_fma(const Linear& args, const WideRows& x, int64_t first, int64_t end) {
+    if constexpr (AreCodes<Source>::value) {
+        if (args.num_rows == 0) return;
+        using CODES = typename Source::OfCodes;
+        const auto* codes = static_cast<const char*>(args.packed);
+        const int64_t panel_bytes = args.depth / GROUP * CODES::BYTES;
+        for (int64_t p = first; p < end; ++p) panel_of_codes_by_fma<CODES>(args, x, p * COLUMNS, codes + p * panel_bytes);
+        return;
+    } else {
     const auto* packed = static_cast<const typename Source::Number*>(args.packed);
     for (int64_t p = first; p < end; ++p) panel_by_fma<T, Source>(args, x, p * COLUMNS, packed + p * args.panel_size());
+    }
 }
 
 template <class T, class Source>

@@ -5,7 +5,8 @@
 //   bf16          products of matrices of bf16 (Arm's BFMMLA)      bfmmla.h    sums of four inputs at a time
 //   any           fp32 multiply-adds                               fma.h       one input after the other
 //
-// Weights are bf16, int8 with a scale for each column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
+// Weights are bf16, codes in groups that stand for bf16 numbers and are multiplied as those (groups.h), int8 with a scale for each
+// column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
 // several tiles on each panel. Each output is one chain of fp32 sums along K, in the order that its way has: a row's result does
 // not depend on the rows beside it, and is the same on all processors that take the same way.
 // Threads take panels. Rows that would share few cache sets are copied further apart first. Strides in elements, rows of x and of
@@ -40,7 +41,7 @@ constexpr bool are_pairs([[maybe_unused]] Weights weights) {
 #if defined(DISAGG_INT8_PAIRS)
     return weights != Weights::FP32;
 #elif defined(__AVX512BF16__)
-    return weights == Weights::BF16;
+    return weights == Weights::BF16 || are_codes(weights);
 #else
     return false;
 #endif
@@ -52,6 +53,8 @@ void panels_of_pairs(const Linear& args, int64_t first, int64_t end) {
 #ifdef __AMX_BF16__
     if (tiles_are_usable()) return panels_by_tiles(args, first, end);
 #endif
+    if (are_codes(args.weights))
+        return with_codes(args.weights, [&](auto codes) { panels_of_codes_by_pairs<decltype(codes)>(args, first, end); });
 #ifdef DISAGG_INT8_PAIRS
     if (args.weights == Weights::INT8) return panels_by_pairs<int8_t>(args, first, end, panel_of_int8);
 #endif
@@ -148,10 +151,13 @@ auto with_way(Weights weights, Body body) {
     if (are_pairs(weights)) return body(Pairs{});
 #endif
 #ifdef DISAGG_BFMMLA
-    if (weights == Weights::BF16) return body(RowsOfBfmmla{});
+    if (weights == Weights::BF16 || are_codes(weights)) return body(RowsOfBfmmla{});
 #else
-    if constexpr (!are_pairs(Weights::BF16))
+    if constexpr (!are_pairs(Weights::BF16)) {
         if (weights == Weights::BF16) return body(MultiplyAdds<bf16, Bf16Inputs>{});
+        if (are_codes(weights))
+            return with_codes(weights, [&](auto codes) { return body(MultiplyAdds<bf16, CodeInputs<decltype(codes)>>{}); });
+    }
 #endif
     if constexpr (!are_pairs(Weights::INT8))
         if (weights == Weights::INT8) return body(MultiplyAdds<bf16, Int8Inputs>{});
@@ -207,6 +213,9 @@ extern "C" {
 
 // How int8 weights have to be ordered: 1 as pairs of sign and magnitude, 0 as they are; see `panels.h`.
 int64_t disagg_int8_pairs() { return disagg::are_pairs(disagg::Weights::INT8); }
+
+// How codes have to be ordered: 1 for pairs, 0 one input after the other; see `groups.h`.
+int64_t disagg_code_pairs() { return disagg::are_pairs(disagg::Weights::CODES8); }
 
 // How a model with weights of a kind is computed: results of the same arithmetic have the same bits.
 const char* disagg_arithmetic(int64_t kind) {

@@ -1,8 +1,8 @@
-"""Weights packed for `linear.cpp`, in bf16, int8 or fp32: one form serves any number of rows, from one decode to a
+"""Weights packed for `linear.cpp`, in bf16, int8, fp32 or codes: one form serves any number of rows, from one decode to a
 prefill chunk.
 
 Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of a panel is that of
-`panels.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it,
+`panels.h`, of codes that of `groups.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it,
 on all processors of one arithmetic. Threads take panels of columns. What follows a GEMM in the decoder (silu(gate) *
 up; residual and norm) can be done in the same call.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.memory import HugePages, copy_pairs
+from disagg.kernels.groups import GROUP, CodedWeight
 from disagg.kernels.linear import PackedWeight
 from disagg.kernels.quantize import Int8Weight, Quantization, quantize_int8
 
@@ -31,6 +32,12 @@ _PACKING = 2
 """Version of the order within packed weights, to be increased when it changes."""
 KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
 """Dtype of packed weights -> its number in the library's calls; int8 weights are bytes."""
+_CODE_KINDS: Final[Mapping[tuple[torch.dtype, int], int]] = {
+    (torch.uint8, 640): 3,
+    (torch.int8, 640): 4,
+    (torch.uint8, 1088): 5,
+}
+"""The same for codes, by dtype and bytes of a group of a panel: with minimums, with zeros, of 8 bits."""
 _GROUP = 4
 """Columns of a vector whose int8 pairs stand together; see `panels.h`."""
 
@@ -47,6 +54,9 @@ class NativeLinear:
         int8_pairs.restype, int8_pairs.argtypes = ctypes.c_int64, []
         arithmetic.restype, arithmetic.argtypes = ctypes.c_char_p, [ctypes.c_int64]
         self._int8_pairs, self._arithmetic = bool(int8_pairs()), arithmetic
+        code_pairs = library["disagg_code_pairs"]
+        code_pairs.restype, code_pairs.argtypes = ctypes.c_int64, []
+        self._code_pairs = bool(code_pairs())
         self._memory = HugePages()
         self.packing = f"{_PACKING}-{Path(library._name).stem}"
         """Name of the packing and of the library that reads it: packed weights with equal names can be exchanged."""
@@ -76,6 +86,19 @@ class NativeLinear:
         O, I = weight.quantized_OI.shape  # noqa: E741
         packed = self._kept(self._ordered_int8(weight.quantized_OI))
         return NativeWeight(self, packed, weight.scale_O.contiguous(), O, I)
+
+    def pack_codes(self, weight: CodedWeight) -> NativeWeight | None:
+        """Pack a weight of codes, whose products have the bits of those of the bf16 weight that it stands for; None for
+        one that is not on the CPU."""
+        if not weight.code_OI.is_cpu:
+            return None
+        groups, (O, I) = weight.groups, weight.code_OI.shape  # noqa: E741
+        numbers = [groups.scale_OG] if groups.offset_OG is None else [groups.scale_OG, groups.offset_OG]
+        headers = [_columns(each).transpose(1, 2).contiguous().view(torch.uint8) for each in numbers]
+        panels = torch.cat([*headers, self._ordered_codes(weight.code_OI)], dim=2)
+        packed = self._memory.new(panels.shape, torch.int8 if groups.offset == "zero" else torch.uint8)
+        packed.view(torch.uint8).copy_(panels)
+        return NativeWeight(self, packed, None, O, I)
 
     def pack_experts(self, weight_EOI: Tensor, quantization: Quantization = "none") -> NativeExpertWeight | None:
         """Pack the weights of all experts one behind the other, with `int8` in 8 bits where they are bf16; None for
@@ -110,6 +133,21 @@ class NativeLinear:
         split = panels.view(panels.shape[0], 2, COLUMNS // 2 // _GROUP, _GROUP, panels.shape[2], 2)
         return split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2)
 
+    def _ordered_codes(self, code_OI: Tensor) -> Tensor:
+        """Codes as bytes in the order in which they are packed, [N / 32, K / 32, bytes]."""
+        panels = _columns(code_OI).view(torch.uint8)
+        P, _, I = panels.shape  # noqa: E741
+        is_byte, G = code_OI.dtype == torch.int8, I // GROUP
+        if self._code_pairs:
+            if is_byte:
+                return panels.view(P, 4, 8, G, 16, 2).permute(0, 3, 4, 1, 2, 5).reshape(P, G, -1)
+            words = panels.view(P, 4, 8, G, 2, 8, 2).permute(0, 3, 4, 1, 2, 6, 5)
+        elif is_byte:
+            return panels.transpose(1, 2).reshape(P, G, -1)
+        else:
+            words = panels.view(P, COLUMNS, G, 4, 8).permute(0, 2, 3, 1, 4)
+        return (words[..., ::2] | words[..., 1::2] << 4).reshape(P, G, -1)
+
     def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:
         """Make a weight from the tensors of a packed weight with the same `packing`; they are kept, not copied.
 
@@ -141,6 +179,11 @@ def _check_packed(
 ) -> None:
     """That these are the parts of a packed weight of this size, or of the weights of so many experts. Raises
     `ValueError`."""
+    if packed.dim() == 3 and not experts and (packed.dtype, packed.shape[2]) in _CODE_KINDS:
+        shape = (-(-out_features // COLUMNS), in_features // GROUP, packed.shape[2])
+        if packed.shape != shape or in_features % GROUP or scale is not None or not packed.is_contiguous():
+            raise ValueError(f"packed codes are {list(packed.shape)}, not {list(shape)}")
+        return
     shape = (*experts, -(-out_features // COLUMNS), -(-in_features // 2), 2 * COLUMNS)
     dtypes = (torch.bfloat16, torch.float32) if scale is None else (torch.uint8,)
     if packed.dtype not in dtypes or packed.shape != shape or not packed.is_contiguous():
@@ -148,6 +191,12 @@ def _check_packed(
         raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {wanted} {list(shape)}")
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (*experts, out_features)):
         raise ValueError(f"scales are {scale.dtype} {list(scale.shape)}, not {out_features} float32")
+
+
+def _columns(numbers_ON: Tensor) -> Tensor:
+    """[O / 32, 32, N], padded with zeros."""
+    padded = F.pad(numbers_ON, (0, 0, 0, -numbers_ON.shape[0] % COLUMNS))
+    return padded.view(-1, COLUMNS, padded.shape[1])
 
 
 def _ordered(weight_OI: Tensor) -> Tensor:
@@ -198,6 +247,12 @@ class NativeWeight(PackedWeight):
     def dtype(self) -> torch.dtype:
         """Dtype of rows, biases and results."""
         return torch.float32 if self.packed.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def kind(self) -> int:
+        """Number of its kind in the library's calls."""
+        packed = self.packed
+        return _CODE_KINDS.get((packed.dtype, packed.shape[2])) or KINDS[packed.dtype]
 
     def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, rounded once; [T, O]."""
@@ -250,7 +305,7 @@ class NativeWeight(PackedWeight):
     def _operands(self, x_TI: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> tuple[int, ...]:
         """The arguments that all functions begin with. They point into the tensors, which the caller keeps."""
         return (
-            KINDS[self.packed.dtype], x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
+            self.kind, x_TI.data_ptr(), x_TI.stride(0), x_TI.shape[0], self.packed.data_ptr(),
             0 if self.scale_O is None else self.scale_O.data_ptr(), self.out_features, self.in_features,
             0 if bias_O is None else bias_O.data_ptr(), out_TO.data_ptr(), self.out_features,
         )  # fmt: skip

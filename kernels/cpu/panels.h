@@ -12,6 +12,11 @@
 
 namespace disagg {
 
+enum class Weights : int32_t { BF16 = 0, INT8 = 1, FP32 = 2, CODES4_MINIMUM = 3, CODES4_ZERO = 4, CODES8 = 5 };
+
+// Whether weights of this kind are codes in groups; see `groups.h`.
+constexpr bool are_codes(Weights weights) { return weights >= Weights::CODES4_MINIMUM; }
+
 constexpr int VECS = 2;
 constexpr int64_t COLUMNS = VECS * LANES;
 constexpr int64_t PAIR = 2 * COLUMNS;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "groups.h"
 #include "panels.h"
 #include "prefetch.h"
 #include "vec.h"
@@ -23,8 +24,6 @@ constexpr int64_t COPIED_ROWS = 480;
 // Numbers of rows to copy from which threads share that.
 constexpr int64_t MIN_PARALLEL_NUMBERS = 1 << 15;
 
-enum class Weights : int32_t { BF16 = 0, INT8 = 1, FP32 = 2 };
-
 // x, bias and out are bf16, or fp32 where the weights are.
 struct Linear {
     Weights weights;
@@ -38,7 +37,7 @@ struct Linear {
     int64_t out_stride;  // of rows; their numbers are side by side
 
     int64_t num_panels() const { return (num_columns + COLUMNS - 1) / COLUMNS; }
-    int64_t panel_size() const { return (depth + 1) / 2 * PAIR; }  // numbers
+    int64_t panel_size() const { return (depth + 1) / 2 * PAIR; }  // numbers, of other weights than codes
 };
 
 // `rows` sums of the columns from `column` on, sixteen at a time, become outputs of the rows from `row` on.

@@ -188,6 +188,18 @@ inline void panels_by_tiles(const Linear& args, int64_t first, int64_t end) {
             continue;
         }
 #endif
+        if (are_codes(args.weights)) {
+            static thread_local std::vector<bf16> memory;
+            bf16* widened = at_least(memory, panel_size);
+            with_codes(args.weights, [&](auto codes) {
+                const int64_t bytes = args.depth / GROUP * decltype(codes)::BYTES;
+                const char* panel = static_cast<const char*>(args.packed) + p * bytes;
+                widen_panel<decltype(codes)>(panel, args.depth, widened);
+                memory_fence_of_compiler();
+                panel_by_tiles(args, tiled, p * COLUMNS, widened, panel, bytes, [](int64_t) {});
+            });
+            continue;
+        }
         const bf16* panel = static_cast<const bf16*>(args.packed) + p * panel_size;
         const int64_t bytes = panel_size * static_cast<int64_t>(sizeof(bf16));
         panel_by_tiles(args, tiled, p * COLUMNS, panel, reinterpret_cast<const char*>(panel), bytes, [](int64_t) {});

@@ -1,0 +1,210 @@
+// Panels of codes in groups: weights of 4 or 8 bits that are multiplied as the bf16 numbers that they stand for; see `linear.cpp`
+// and `panels.h`.
+//
+//   weight = bf16(scale * code + minimum)          one scale and one minimum for 32 inputs of a column
+//   weight = bf16(scale * (code - zero))           the same with a zero
+//   weight = bf16(scale * code)
+//
+// Scales, minimums and zeros are fp16; the sum is fp32, rounded once, then once to bf16. So a product has the same bits as that of
+// the bf16 weight, in every way to multiply, for any number of rows.
+//
+// A weight [N, K], K a multiple of 32, is packed as [N / 32][K / 32]: in a panel, for each group of inputs, 32 scales, 32 minimums
+// or zeros where there are any, and 32 times 32 codes. Of 4 bits they are unsigned, of 8 signed. Where pairs of bf16 are multiplied
+// (AVX512-BF16), the code of column 8 v + c and input p of pair i is
+//   4 bits   in block i / 8, word 16 v + 2 c + p, bits 4 (i % 8)          8 bits   byte 64 i + 16 v + 2 c + p
+// elsewhere that of column c and input i is
+//   4 bits   in block i / 8, word c, bits 4 (i % 8)                       8 bits   byte 32 i + c
+
+#pragma once
+
+#include "panels.h"
+
+namespace disagg {
+
+constexpr int64_t GROUP = 32;  // inputs
+
+enum class Offset { NONE, MINIMUM, ZERO };
+
+template <int BITS, Offset OFFSET>
+struct Codes {
+    static constexpr bool ARE_4_BITS = BITS == 4;
+    static constexpr Offset OF = OFFSET;
+    static constexpr int64_t HEADER = COLUMNS * 2 * (OFFSET == Offset::NONE ? 1 : 2);
+    static constexpr int64_t BYTES = HEADER + GROUP * COLUMNS * BITS / 8;  // of a group of a panel
+};
+
+// Registers of the scales of a group, from fp16: those of the columns from `column` on.
+inline vr load_fp16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vr)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    return (vr)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    vrh halves;
+    std::memcpy(&halves, p, sizeof halves);
+    const vru bits = __builtin_convertvector(halves, vru);
+    const vr magnitude = (vr)((bits & 0x7fffu) << 13) * splat_register(0x1p112f);
+    return (vr)((vru)magnitude | (bits & 0x8000u) << 16);
+#endif
+}
+
+inline vr int8_register(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vr)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return (vr)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    typedef int8_t vrb __attribute__((vector_size(REGISTER_LANES)));
+    vrb bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vri), vr);
+#endif
+}
+
+// Scales and what is added to their products, of some columns of a group.
+struct Scales {
+    vr scale, offset;
+};
+
+template <class CODES>
+Scales load_scales(const char* group, int64_t column) {
+    const auto* numbers = reinterpret_cast<const uint16_t*>(group) + column;
+    const vr scale = load_fp16(numbers);
+    if constexpr (CODES::OF == Offset::NONE) return {scale, splat_register(0.0f)};
+    const vr other = load_fp16(numbers + COLUMNS);
+    return {scale, CODES::OF == Offset::ZERO ? -(other * scale) : other};
+}
+
+// x rounded to bf16, as fp32, for 0 and for numbers from 2^-110 to 2^110: the sum with 1.5 * 2^16 times its power of two has as many
+// bits behind the point.
+inline vr rounded_to_bf16(vr x) {
+    const vr power = (vr)((vru)x & 0x7f800000u), shift = splat_register(0x1.8p16f);
+    return fma(power, -shift, fma(power, shift, x));
+}
+
+// The weights of a group and of the COUNT columns from `column` on, one input after the other.
+template <class CODES, int COUNT>
+void widen_group(const char* group, int64_t column, float (*widened)[COUNT]) {
+    constexpr int BLOCK_INPUTS = CODES::ARE_4_BITS ? 8 : 1;
+    const char* codes = group + CODES::HEADER + column * (CODES::ARE_4_BITS ? 4 : 1);
+    for (int at = 0; at < COUNT; at += REGISTER_LANES) {
+        const Scales scales = load_scales<CODES>(group, column + at);
+        const auto put = [&](int64_t input, vr code) {
+            const vr x = CODES::OF == Offset::NONE ? scales.scale * code : fma(scales.scale, code, scales.offset);
+            store_register(widened[input] + at, rounded_to_bf16(x));
+        };
+#pragma GCC unroll 4
+        for (int64_t block = 0; block < GROUP / BLOCK_INPUTS; ++block) {
+            if constexpr (CODES::ARE_4_BITS) {
+                vru words;
+                std::memcpy(&words, codes + block * 4 * COLUMNS + 4 * at, sizeof words);
+#pragma GCC unroll 8
+                for (int i = 0; i < BLOCK_INPUTS; ++i) put(block * BLOCK_INPUTS + i, __builtin_convertvector((vri)(words >> (4 * i) & 15u), vr));
+            } else {
+                put(block, int8_register(reinterpret_cast<const int8_t*>(codes) + block * COLUMNS + at));
+            }
+        }
+    }
+}
+
+#ifdef __AVX512BF16__
+
+// The vectors of the pairs of one group after the other. A block is eight pairs.
+template <class CODES>
+class GroupSource {
+   public:
+    static constexpr int BLOCKS = 2, BLOCK_PAIRS = 8;
+
+    explicit GroupSource(const void* panel) : at_(static_cast<const char*>(panel)) {
+        for (int i = 0; i < LANES; ++i) numbers_[i] = static_cast<float>(i);
+    }
+
+    void begin_group() {
+        const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        const __m512i high = _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+        for (int v = 0; v < VECS; ++v) {
+            const Scales scales = load_scales<CODES>(at_, v * LANES);
+            const __m512 scale = (__m512)scales.scale, offset = (__m512)scales.offset;
+            scale_[2 * v] = _mm512_permutexvar_ps(low, scale), scale_[2 * v + 1] = _mm512_permutexvar_ps(high, scale);
+            offset_[2 * v] = _mm512_permutexvar_ps(low, offset), offset_[2 * v + 1] = _mm512_permutexvar_ps(high, offset);
+        }
+        at_ += CODES::HEADER;
+    }
+
+    void begin_block() {
+        if constexpr (CODES::ARE_4_BITS) {
+            for (int v = 0; v < PARTS; ++v) words_[v] = _mm512_loadu_si512(at_ + 64 * v);
+            at_ += 64 * PARTS;
+        }
+    }
+
+    // Pair `i` of the block.
+    [[gnu::always_inline]] void pair(int i, vru (&weights)[VECS]) {
+        __m512 parts[PARTS];
+#pragma GCC unroll 4
+        for (int v = 0; v < PARTS; ++v) {
+            __m512 number;
+            if constexpr (CODES::ARE_4_BITS)  // of the index, four bits count
+                number = _mm512_permutexvar_ps(_mm512_srli_epi32(words_[v], 4 * i), (__m512)numbers_);
+            else
+                number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at_ + 16 * v))));
+            parts[v] = CODES::OF == Offset::NONE ? _mm512_mul_ps(scale_[v], number) : _mm512_fmadd_ps(scale_[v], number, offset_[v]);
+        }
+        if constexpr (!CODES::ARE_4_BITS) at_ += 16 * PARTS;
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; ++v) weights[v] = (vru)_mm512_cvtne2ps_pbh(parts[2 * v + 1], parts[2 * v]);
+    }
+
+   private:
+    static constexpr int PARTS = 2 * VECS;
+    const char* at_;
+    vr numbers_;
+    __m512i words_[PARTS];
+    __m512 scale_[PARTS], offset_[PARTS];
+};
+
+// A panel of codes as a bf16 panel.
+template <class CODES>
+void widen_panel(const char* panel, int64_t depth, bf16* widened) {
+    GroupSource<CODES> source(panel);
+    for (int64_t k = 0; k < depth; k += GROUP) {
+        source.begin_group();
+        for (int block = 0; block < GroupSource<CODES>::BLOCKS; ++block) {
+            source.begin_block();
+#pragma GCC unroll 8
+            for (int i = 0; i < GroupSource<CODES>::BLOCK_PAIRS; ++i, widened += PAIR) {
+                vru weights[VECS];
+                source.pair(i, weights);
+                for (int v = 0; v < VECS; ++v) std::memcpy(widened + v * 2 * LANES, &weights[v], sizeof weights[v]);
+            }
+        }
+    }
+}
+
+#else
+
+// A panel of codes as a bf16 panel.
+template <class CODES>
+void widen_panel(const char* panel, int64_t depth, bf16* widened) {
+    alignas(64) float inputs[GROUP][COLUMNS];
+    for (int64_t k = 0; k < depth; k += GROUP, panel += CODES::BYTES) {
+        widen_group<CODES, COLUMNS>(panel, 0, inputs);
+        for (int64_t i = 0; i < GROUP; i += 2, widened += PAIR)
+            for (int64_t c = 0; c < COLUMNS; c += REGISTER_LANES) {
+                const vru pairs = (vru)load_register(inputs[i] + c) >> 16 | (vru)load_register(inputs[i + 1] + c);
+                std::memcpy(widened + 2 * c, &pairs, sizeof pairs);
+            }
+    }
+}
+
+#endif
+
+// `body` with the codes of weights of this kind.
+template <class Body>
+auto with_codes(Weights weights, Body body) {
+    if (weights == Weights::CODES8) return body(Codes<8, Offset::NONE>{});
+    if (weights == Weights::CODES4_ZERO) return body(Codes<4, Offset::ZERO>{});
+    return body(Codes<4, Offset::MINIMUM>{});
+}
+
+}  // namespace disagg
