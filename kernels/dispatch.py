@@ -31,6 +31,7 @@ from disagg.kernels.cpu.linear import NativeExpertWeight, NativeLinear, NativeWe
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
+from disagg.kernels.groups import Groups, find_codes
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.ops import (
@@ -251,13 +252,18 @@ def set_num_threads(num_threads: int) -> None:
         made.native.set_num_threads(num_threads)
 
 
-def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tensor | PackedWeight:
+def pack_weight(
+    weight_OI: Tensor, quantization: Quantization = "none", groups: Groups | None = None
+) -> Tensor | PackedWeight:
     """Lay a weight out for `linear`; the plain weight is returned where that is not possible or not faster.
 
     Packing copies: whoever drops the plain weight afterwards needs no more memory than before. A weight that is also
     read in another way (a tied embedding) must be kept as well. The C++ GEMM takes bf16, fp32 and int8; where there is
     none, oneDNN's is chosen. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); without the C++ GEMM, or in
     fp32, the rounded weight is packed as a plain one: the same model, no faster.
+
+    `groups` are the scales of a weight that was dequantized: as it is, it is packed as the codes that it came from, if
+    there is a C++ GEMM. The same bits are computed from fewer bytes.
 
     `fp8` is for GPUs that multiply 8-bit floats.
 
@@ -274,6 +280,10 @@ def pack_weight(weight_OI: Tensor, quantization: Quantization = "none") -> Tenso
             return rounded
         _warn_not_int8()
         weight_OI = quantized.dequantized(weight_OI.dtype)
+    if native is not None and quantization == "none" and groups is not None:
+        coded = find_codes(weight_OI, groups)
+        if coded is not None and (codes := native.pack_codes(coded)) is not None:
+            return codes
     packed = native.pack(weight_OI) if native is not None else None
     return pack_for_onednn(weight_OI) if packed is None else packed
 

@@ -35,7 +35,7 @@ from disagg.engine.checkpoint.gguf_models import (
     gguf_model,
     read_config,
 )
-from disagg.engine.checkpoint.weight_headers import write_safetensors
+from disagg.engine.checkpoint.weight_headers import GROUPS_FILE, write_safetensors
 from disagg.engine.runner.model.parameters import allocate_parameters
 from disagg.engine.runner.weight_targets import checkpoint_tensors
 from disagg.proto.errors import ConfigError
@@ -45,6 +45,12 @@ Array = np.ndarray[Any, Any]
 
 BF16_BYTES = 2
 GB = 10**9
+_GROUP_BYTES: Mapping[Any, int] = {
+    gguf.GGMLQuantizationType.Q4_0: 18,
+    gguf.GGMLQuantizationType.Q4_1: 20,
+    gguf.GGMLQuantizationType.Q8_0: 34,
+}
+"""Bytes of 32 numbers, of the types that are computed in as few bits."""
 PIECE_ELEMENTS = 16 << 20
 """Elements that are dequantized at a time."""
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -56,6 +62,8 @@ class Output(NamedTuple):
     shape: tuple[int, ...]
     pieces: Callable[[], Iterator[Array]]
     """Reads it in fp32, in pieces along its first dimension."""
+    scales: Callable[[], dict[str, Array]] = dict
+    """Reads the scales of its groups of inputs and what is added, as `GROUPS_FILE` names them."""
 
 
 _QWEN2_SPLIT = (
@@ -108,6 +116,7 @@ def convert_gguf(source: Path, target: Path, progress: Progress = lambda text: N
     weights = target / "model.safetensors"
     write_safetensors(weights, {name: output.shape for name, output in outputs.items()}, _bf16(outputs, progress))
     weights.chmod(0o644)
+    _write_scales(target / GROUPS_FILE, outputs)
 
 
 def open_gguf(source: Path) -> Any:
@@ -207,7 +216,30 @@ def _plain(tensor: Any) -> Output:
         for start in range(0, shape[0], step):
             yield _values(tensor, slice(start, start + step))
 
-    return Output(shape, pieces)
+    return Output(shape, pieces, partial(_scales, tensor))
+
+
+def _scales(tensor: Any) -> dict[str, Array]:
+    """The scales of a matrix of groups of 32 inputs, [out, in / 32] in fp16; none of another."""
+    sizes = _GROUP_BYTES.get(tensor.tensor_type)
+    if sizes is None or len(tensor.shape) != 2:
+        return {}
+    blocks = np.asarray(tensor.data).view(np.uint8).reshape(_shape(tensor)[0], -1, sizes)
+    scales = {"scale": blocks[:, :, :2].copy().view(np.float16)[..., 0]}
+    if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_1:
+        scales["minimum"] = blocks[:, :, 2:4].copy().view(np.float16)[..., 0]
+    elif tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0:
+        scales["zero"] = np.full_like(scales["scale"], 8)
+    return scales
+
+
+def _write_scales(file: Path, outputs: Mapping[str, Output]) -> None:
+    """The file of the scales, if the checkpoint has any."""
+    scales = {f"{name}.{kind}": each for name, output in outputs.items() for kind, each in output.scales().items()}
+    if scales:
+        shapes = {name: each.shape for name, each in scales.items()}
+        write_safetensors(file, shapes, (np.ascontiguousarray(each).tobytes() for each in scales.values()), "F16")
+        file.chmod(0o644)
 
 
 def _norm(tensor: Any) -> Iterator[Array]:
@@ -222,7 +254,11 @@ def _rotary(tensor: Any, num_heads: int) -> Output:
     shape = _shape(tensor)
     if shape[0] % (2 * num_heads):
         raise ConfigError(f"tensor {tensor.name!r} has {shape[0]} rows, which are no pairs of {num_heads} heads")
-    return Output(shape, lambda: iter([split_rotary_pairs(_values(tensor), num_heads)]))
+    return Output(
+        shape,
+        lambda: iter([split_rotary_pairs(_values(tensor), num_heads)]),
+        lambda: {kind: split_rotary_pairs(each, num_heads) for kind, each in _scales(tensor).items()},
+    )
 
 
 def _experts(model: GgufModel, tensors: Mapping[str, Any], layer: int, name: str, suffix: str) -> dict[str, Output]:

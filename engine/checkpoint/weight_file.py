@@ -24,7 +24,7 @@ from disagg.kernels.cpu.memory import ALIGNMENT, map_file
 
 MAGIC = b"disagg tensors 1"
 _END = struct.Struct("<16sQ16s")
-_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8)}
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int8)}
 
 
 class UnusableFileError(Exception):
@@ -46,7 +46,7 @@ class _Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def write_tensors(stream: BinaryIO, key: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors of bfloat16, float32 or uint8 to an empty file. OSError as of any writing."""
+    """Write CPU tensors of bfloat16, float32, uint8 or int8 to an empty file. OSError as of any writing."""
     content, offset, places = xxhash.xxh3_128(), 0, dict[str, _Tensor]()
     for name, tensor in tensors.items():
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data

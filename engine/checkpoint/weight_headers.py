@@ -7,11 +7,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from disagg.engine.checkpoint.json_fields import read_json_object
 from disagg.proto.errors import ConfigError
 
+GROUPS_FILE: Final = "groups.safetensors"
+"""File beside the weights of a checkpoint that was dequantized at import: from it weights get back into fewer bits. Of
+each such tensor NAME [out, in] it has `NAME.scale` [out, in / 32] in fp16, and `NAME.minimum` or `NAME.zero` where there
+are any. It changes nothing of what a model computes."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 _WIDTHS: Final[Mapping[str, int]] = {
@@ -84,6 +88,13 @@ def read_headers(folder: str | Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def read_group_headers(folder: str | Path) -> dict[str, TensorEntry]:
+    """The tensors of the file of scales of a checkpoint; none where there is no such file. Raises as `read_header`
+    does."""
+    file = Path(folder) / GROUPS_FILE
+    return read_header(file) if file.is_file() else {}
+
+
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file; checks that the file is as long as its header says.
 
@@ -126,13 +137,18 @@ def header_bytes(file: Path) -> bytes:
     return header
 
 
-def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]], data: Iterable[bytes | memoryview]) -> None:
-    """Write a file of bf16 tensors whose bytes come one after the other, in the order of `shapes`."""
+def write_safetensors(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    data: Iterable[bytes | memoryview],
+    dtype: Literal["BF16", "F16"] = "BF16",
+) -> None:
+    """Write a file of tensors whose bytes come one after the other, in the order of `shapes`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     with file.open("wb") as stream:

@@ -17,6 +17,7 @@ from disagg.engine.checkpoint.checkpoint import model_fingerprint, read_model_co
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.weight_headers import weight_file_times
 from disagg.engine.config import WeightsSource
+from disagg.engine.runner.group_scales import GroupScales
 from disagg.engine.runner.model.parameters import ModelParameters, pack_parameters
 from disagg.engine.runner.shared_weights import shared_parameters
 from disagg.engine.runner.weights import load_parameters
@@ -47,8 +48,9 @@ def load_weights(
     dtype: torch.dtype = getattr(torch, source.dtype)
 
     def own_parameters() -> ModelParameters:
-        parameters = load_parameters(source.model_path, model, dtype, device, shard)
-        pack_parameters(parameters, source.quantization)
+        scales = GroupScales()
+        parameters = load_parameters(source.model_path, model, dtype, device, shard, scales)
+        pack_parameters(parameters, source.quantization, scales)
         return parameters
 
     is_shared = source.share_weights

@@ -25,7 +25,8 @@ from disagg.engine.checkpoint.formats.gptq import Gptq
 from disagg.engine.checkpoint.formats.reader import TensorReader
 from disagg.engine.checkpoint.formats.stored import Entries, StoredTensor, check_type, stored_tensors
 from disagg.engine.checkpoint.model_config import LatentConfig, ModelConfig
-from disagg.engine.checkpoint.weight_headers import read_headers
+from disagg.engine.checkpoint.weight_headers import read_group_headers, read_headers
+from disagg.engine.runner.group_scales import GroupScales
 from disagg.engine.runner.model.parameters import (
     LatentParameters,
     LayerParameters,
@@ -51,8 +52,10 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard = WHOLE,
+    scales: GroupScales | None = None,
 ) -> ModelParameters:
-    """The parameters of a checkpoint, or one rank's part of them, in `dtype` on `device`.
+    """The parameters of a checkpoint, or one rank's part of them, in `dtype` on `device`. `scales` is given those of
+    weights that were dequantized.
 
     Raises:
         ConfigError: the model cannot be divided among the ranks; or a file or tensor is missing, cut short, of another
@@ -65,11 +68,11 @@ def load_parameters(
     targets = checkpoint_tensors(config, parameters, shard)
     _check_stored(stored, targets, config, Path(folder))
     total = sum(target.nbytes for target in targets.values())
-    with TensorReader(stored, entries) as reader, _progress_bar(total) as advance:
+    with TensorReader(stored, {**entries, **read_group_headers(folder)}) as reader, _progress_bar(total) as advance:
         _check_zeros(reader, stored, targets, config)
         for name in stored:
             if name in targets:
-                _fill(targets[name], name, reader)
+                _fill(targets[name], name, reader, scales)
                 advance(targets[name].nbytes)
         if config.tied_embeddings and LM_HEAD in stored:
             _check_tied(reader, targets[EMBEDDING], stored[LM_HEAD])
@@ -181,13 +184,15 @@ def _check_zeros(
                 )
 
 
-def _fill(target: Target, name: str, reader: TensorReader) -> None:
+def _fill(target: Target, name: str, reader: TensorReader, scales: GroupScales | None) -> None:
     if not target.nbytes:
         return
     for part, parameter in _parts(target):
         for place, piece in reader.pieces(name, part):
             wanted = parameter[place]
             wanted.copy_(piece.reshape(wanted.shape))
+        if scales is not None and parameter.dim() == 2 and (groups := reader.groups(name, part)) is not None:
+            scales.put(parameter, groups)
 
 
 def _parts(target: Target) -> Iterator[tuple[list[range], Tensor]]:

@@ -31,6 +31,7 @@ struct Codes {
     static constexpr Offset OF = OFFSET;
     static constexpr int64_t HEADER = COLUMNS * 2 * (OFFSET == Offset::NONE ? 1 : 2);
     static constexpr int64_t BYTES = HEADER + GROUP * COLUMNS * BITS / 8;  // of a group of a panel
+    static constexpr int64_t BLOCK_LINES = BYTES / 2 / 64;
 };
 
 // Registers of the scales of a group, from fp16: those of the columns from `column` on.

@@ -1,7 +1,7 @@
 // Tiles of sums of bf16 pairs (AVX512-BF16): GEMMs of up to 12 rows by one panel of a packed weight; see `linear.cpp`.
 //
-// Weights are bf16, int8 with a scale for each column (with AVX512-VBMI), or codes in groups; of a panel of the latter two the first
-// tile leaves the widened panel to the others, in the cache. Each output is one chain along K of sums of pairs, in order: a row's result does not depend
+// Weights are bf16, int8 with a scale for each column (with AVX512-VBMI), or codes in groups. Of an int8 panel the first tile leaves the widened
+// panel to the others, in the cache. Each output is one chain along K of sums of pairs, in order: a row's result does not depend
 // on the rows beside it. Subnormal numbers count as zero.
 
 #pragma once
@@ -109,35 +109,28 @@ inline void panel_of_int8(const Linear& args, int64_t column, const int8_t* pane
 
 #endif
 
-// The tile of weights that are codes in groups. Where it KEEPS, it leaves them in `widened` as a bf16 panel.
-template <int ROWS, bool PREFETCHES, bool KEEPS, int LEVEL, class CODES>
-void tile_of_codes(const Linear& args, int64_t row, int64_t column, const void* panel, const char* ahead, bf16* widened) {
-    constexpr int64_t BLOCK_LINES = CODES::BYTES / GroupSource<CODES>::BLOCKS / LINE;
-    const bf16* x = static_cast<const bf16*>(args.x) + row * args.x_stride;
+// The tile of weights that are codes in groups. It prefetches its own panel, from `ahead` on.
+template <int ROWS, int LEVEL, class CODES>
+void tile_of_codes(const Linear& args, int64_t column, const char* panel, const char* ahead) {
+    const bf16* x = static_cast<const bf16*>(args.x);
     vf acc[ROWS][VECS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) acc[r][v] = vf{};
     GroupSource<CODES> source(panel);
-    for (int64_t k = 0; k < args.depth; k += GROUP, x += GROUP) {
-        const bf16* pairs = x;
+    for (int64_t k = 0; k < args.depth; k += GROUP) {
         source.begin_group();
-        for (int block = 0; block < GroupSource<CODES>::BLOCKS; ++block, pairs += 2 * GroupSource<CODES>::BLOCK_PAIRS) {
-            if constexpr (PREFETCHES)
-                for (int64_t line = 0; line < BLOCK_LINES; ++line, ahead += LINE) prefetch<LEVEL>(ahead);
+        for (int block = 0; block < source.BLOCKS; ++block, x += 2 * source.BLOCK_PAIRS) {
+            for (int64_t line = 0; line < CODES::BLOCK_LINES; ++line, ahead += LINE) prefetch<LEVEL>(ahead);
             source.begin_block();
 #pragma GCC unroll 8
-            for (int i = 0; i < GroupSource<CODES>::BLOCK_PAIRS; ++i) {
+            for (int i = 0; i < source.BLOCK_PAIRS; ++i) {
                 vru weights[VECS];
                 source.pair(i, weights);
-                if constexpr (KEEPS) {
-                    for (int v = 0; v < VECS; ++v) std::memcpy(widened + v * 2 * LANES, &weights[v], sizeof weights[v]);
-                    widened += PAIR;
-                }
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r) {
-                    const vru pair = splat_pair(pairs + r * args.x_stride + 2 * i, 2);
+                    const vru pair = splat_pair(x + r * args.x_stride + 2 * i, 2);
 #pragma GCC unroll 4
                     for (int v = 0; v < VECS; ++v)
                         acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)pair, (__m512bh)weights[v]);
@@ -145,40 +138,43 @@ void tile_of_codes(const Linear& args, int64_t row, int64_t column, const void* 
             }
         }
     }
-    finish<bf16>(args, row, ROWS, column, VECS, [&](int r, int v) { return acc[r][v]; });
+    finish<bf16>(args, 0, ROWS, column, VECS, [&](int r, int v) { return acc[r][v]; });
 }
 
-using TileOfCodes = void (*)(const Linear&, int64_t, int64_t, const void*, const char*, bf16*);
+using TileOfCodes = void (*)(const Linear&, int64_t, const char*, const char*);
 
-template <bool PREFETCHES, bool KEEPS, class CODES, int... ROW>
-TileOfCodes tile_of_codes(int64_t num_rows, std::integer_sequence<int, ROW...>) {
-    static constexpr TileOfCodes TILES_OF_CODES[] = {tile_of_codes<ROW + 1, PREFETCHES, KEEPS, 2, CODES>...};
-    return TILES_OF_CODES[num_rows - 1];
-}
+template <class CODES, int LEVEL>
+constexpr TileOfCodes TILES_OF_CODES[] = {tile_of_codes<1, LEVEL, CODES>, tile_of_codes<2, LEVEL, CODES>,
+                                                 tile_of_codes<3, LEVEL, CODES>, tile_of_codes<4, LEVEL, CODES>,
+                                                 tile_of_codes<5, LEVEL, CODES>, tile_of_codes<6, LEVEL, CODES>,
+                                                 tile_of_codes<7, LEVEL, CODES>, tile_of_codes<8, LEVEL, CODES>};
+constexpr int64_t MAX_ROWS_OF_CODES = 8;
 
+// More rows find the panel widened, in the cache.
 template <class CODES>
-void panel_of_codes(const Linear& args, int64_t column, const char* panel, int64_t num_tiles) {
+void panel_of_codes(const Linear& args, int64_t column, const char* panel) {
     static thread_local std::vector<bf16> memory;
-    constexpr std::make_integer_sequence<int, MAX_ROWS> rows;
-    if (num_tiles == 1)
-        return tile_of_codes<true, false, CODES>(args.num_rows, rows)(args, 0, column, panel, panel + STREAM_AHEAD, nullptr);
+    const char* ahead = panel + STREAM_AHEAD;
+    if (args.num_rows <= MAX_ROWS_OF_CODES) {
+        const auto& tiles = PREFETCH_INTO_L2 ? TILES_OF_CODES<CODES, 2> : TILES_OF_CODES<CODES, 1>;
+        return tiles[args.num_rows - 1](args, column, panel, ahead);
+    }
     bf16* widened = at_least(memory, args.panel_size());
-    for (int64_t t = 0; t < num_tiles; ++t) {
-        const TileRows part = rows_of(t, num_tiles, args.num_rows);
-        prefetch_outputs<bf16>(args, part, column);
-        if (t == 0)
-            tile_of_codes<true, true, CODES>(part.count, rows)(args, part.first, column, panel, panel + STREAM_AHEAD, widened);
-        else
-            tile_of<Bf16Source, 0>(part.count)(args, part.first, column, {widened}, nullptr);
+    widen_panel<CODES>(panel, args.depth, widened);
+    const int64_t tiles = num_tiles(args.num_rows, MAX_ROWS);
+    for (int64_t t = 0; t < tiles; ++t) {
+        const TileRows rows = rows_of(t, tiles, args.num_rows);
+        prefetch_outputs<bf16>(args, rows, column);
+        tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened}, nullptr);
     }
 }
 
 template <class CODES>
 void panels_of_codes_by_pairs(const Linear& args, int64_t first, int64_t end) {
-    const int64_t panel_bytes = args.depth / GROUP * CODES::BYTES, tiles = num_tiles(args.num_rows, MAX_ROWS);
-    if (tiles == 0) return;
+    const int64_t panel_bytes = args.depth / GROUP * CODES::BYTES;
+    if (args.num_rows == 0) return;
     for (int64_t p = first; p < end; ++p)
-        panel_of_codes<CODES>(args, p * COLUMNS, static_cast<const char*>(args.packed) + p * panel_bytes, tiles);
+        panel_of_codes<CODES>(args, p * COLUMNS, static_cast<const char*>(args.packed) + p * panel_bytes);
 }
 
 // The panels from `first` to `end`.

@@ -22,7 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from disagg.engine.checkpoint.formats.stored import Entries, Packing, Quantized, StoredTensor
+from disagg.engine.checkpoint.formats.stored import Entries, Packing, Quantized, StoredTensor, check_part
+from disagg.kernels.groups import GROUP, Groups, Offset
 from disagg.proto.errors import ConfigError
 
 PIECE_ELEMENTS: Final = 2 << 20
@@ -31,6 +32,9 @@ OPEN_FILES: Final = 3
 """Files that are mapped at a time: a tensor and its scales may be in different ones."""
 FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of E2M1, by their code."""
+
+_OFFSETS: Final[tuple[Offset, ...]] = ("minimum", "zero")
+"""Ends of the names of what is added, in a file of scales."""
 
 Part = Sequence[range]
 """The indices of each dimension."""
@@ -88,6 +92,58 @@ class TensorReader:
                     self._scales(stored, quantized, place, *groups)
                 self._groups(stored, quantized, *map(range, self._matrix(stored, quantized)))
 
+    def groups(self, name: str, part: Part) -> Groups | None:
+        """The scales from which a part of a matrix was dequantized, whose columns are whole groups; None where its
+        numbers have not 4 or 8 bits, or are not of groups of inputs in order."""
+        if len(part) != 2 or part[1].start % GROUP or part[1].stop % GROUP:
+            return None
+        stored = self._stored[name]
+        if stored.quantized is None:
+            return self._stored_groups(stored, part)
+        return self._groups_of(stored, stored.quantized, part)
+
+    # ------------------------------------------------------------ scales of groups
+
+    def _stored_groups(self, stored: StoredTensor, part: Part) -> Groups | None:
+        """Scales that an import wrote beside a dequantized tensor."""
+        if f"{stored.name}.scale" not in self._entries:
+            return None
+        rows, columns = part
+        groups = rows, range(columns.start // GROUP, columns.stop // GROUP)
+        shape = stored.shape[0], stored.shape[1] // GROUP
+
+        def read(kind: str) -> Tensor:
+            check_part(self._entries, f"{stored.name}.{kind}", stored.name, ("F16",), shape)
+            return self._read(f"{stored.name}.{kind}", groups)
+
+        for offset in _OFFSETS:
+            if f"{stored.name}.{offset}" in self._entries:
+                return Groups(read("scale"), read(offset), offset)
+        return Groups(read("scale"), None, "none")
+
+    def _groups_of(self, stored: StoredTensor, quantized: Quantized, part: Part) -> Groups | None:
+        """Scales of a quantized tensor."""
+        outputs_of, inputs_of = reversed(quantized.group) if quantized.is_transposed else quantized.group
+        bits = quantized.packing.bits if quantized.packing is not None else 8
+        is_in_order = quantized.group_index is None or quantized.index_is_order
+        if quantized.is_fp4 or outputs_of != 1 or inputs_of % GROUP or not is_in_order or bits not in (4, 8):
+            return None
+        is_signed = bits == 8 and quantized.zero is None and quantized.zero_offset == (128 if quantized.packing else 0)
+        if bits == 8 and not is_signed:
+            return None
+        outputs, columns = part
+        by_output = torch.arange(outputs.start, outputs.stop)
+        by_group = torch.arange(columns.start, columns.stop, GROUP) // inputs_of
+        row_groups, column_groups = (by_group, by_output) if quantized.is_transposed else (by_output, by_group)
+        grid = len(row_groups), len(column_groups)
+        scales = self._scales(stored, quantized, (), row_groups, column_groups).expand(grid)
+        zeros = self._zeros(stored, quantized, (), row_groups, column_groups).expand(grid)
+        if quantized.is_transposed:
+            scales, zeros = scales.t(), zeros.t()
+        if not torch.equal(scales.half().float(), scales):
+            return None
+        return Groups(scales.half(), None, "none") if is_signed else Groups(scales.half(), zeros.half(), "zero")
+
     # ------------------------------------------------------------ quantized tensors
 
     def _dequantized(self, stored: StoredTensor, quantized: Quantized, part: Part) -> Tensor:
@@ -100,15 +156,8 @@ class TensorReader:
         elif values.dtype != torch.float32:
             values = values.to(torch.float32)
         row_groups, column_groups = self._groups(stored, quantized, rows, columns)
-        if quantized.zero is not None:
-            shape = self._grid(stored, quantized)
-            zeros = self._of_groups(quantized.zero, quantized.zero_packing, shape, experts, row_groups, column_groups)
-            zeros.add_(quantized.zero_offset)
-            if quantized.zero_wraps and quantized.zero_packing is not None:
-                zeros.remainder_(1 << quantized.zero_packing.bits)
-            values -= zeros
-        elif quantized.zero_offset:
-            values -= quantized.zero_offset
+        if quantized.zero is not None or quantized.zero_offset:
+            values -= self._zeros(stored, quantized, experts, row_groups, column_groups)
         values *= self._scales(stored, quantized, experts, row_groups, column_groups)
         return values.transpose(-1, -2) if quantized.is_transposed else values
 
@@ -157,6 +206,18 @@ class TensorReader:
         if not bool(torch.isfinite(scales).all()):
             raise self._error(quantized.scale, "has a scale that is not finite")
         return scales
+
+    def _zeros(
+        self, stored: StoredTensor, quantized: Quantized, experts: Part, row_groups: Tensor, column_groups: Tensor
+    ) -> Tensor:
+        if quantized.zero is None:
+            return torch.full((1, 1), float(quantized.zero_offset))
+        shape = self._grid(stored, quantized)
+        zeros = self._of_groups(quantized.zero, quantized.zero_packing, shape, experts, row_groups, column_groups)
+        zeros.add_(quantized.zero_offset)
+        if quantized.zero_wraps and quantized.zero_packing is not None:
+            zeros.remainder_(1 << quantized.zero_packing.bits)
+        return zeros
 
     def _of_groups(
         self,

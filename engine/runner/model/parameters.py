@@ -23,6 +23,7 @@ from disagg.engine.checkpoint.model_config import (
     ModelConfig,
 )
 from disagg.engine.config import Quantization
+from disagg.engine.runner.group_scales import GroupScales
 from disagg.kernels.dispatch import PackedWeight, pack_experts, pack_router, pack_weight
 from disagg.kernels.experts import ExpertWeight
 from disagg.proto.errors import ConfigError
@@ -203,8 +204,11 @@ def _allocate_dense(hidden: int, ffn: DenseConfig, empty: _Empty) -> DenseParame
     )
 
 
-def pack_parameters(parameters: ModelParameters, quantization: Quantization = "none") -> None:
+def pack_parameters(
+    parameters: ModelParameters, quantization: Quantization = "none", scales: GroupScales | None = None
+) -> None:
     """Pack every linear weight in place, one after the other in the order of a step, so that only one is held twice.
+    Where `scales` has those of a weight, it may be packed in fewer bits, without a difference in what is computed.
 
     Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
 
@@ -214,39 +218,40 @@ def pack_parameters(parameters: ModelParameters, quantization: Quantization = "n
 
     try:
         for layer in parameters.layers:
-            layer.qkv_weight_QH = _packed(layer.qkv_weight_QH, quantization)
+            layer.qkv_weight_QH = _packed(layer.qkv_weight_QH, quantization, scales)
             if layer.latent is not None:
-                _pack_latent(layer.latent, quantization)
-            layer.o_weight_HA = _packed(layer.o_weight_HA, quantization)
-            _pack_ffn(layer.ffn, quantization)
-        parameters.lm_head_VH = _packed(parameters.lm_head_VH, quantization)
+                _pack_latent(layer.latent, quantization, scales)
+            layer.o_weight_HA = _packed(layer.o_weight_HA, quantization, scales)
+            _pack_ffn(layer.ffn, quantization, scales)
+        parameters.lm_head_VH = _packed(parameters.lm_head_VH, quantization, scales)
     except ValueError as error:
         raise ConfigError(f"quantization: {error}") from error
 
 
-def _pack_latent(latent: LatentParameters, quantization: Quantization) -> None:
+def _pack_latent(latent: LatentParameters, quantization: Quantization, scales: GroupScales | None) -> None:
     """The products by head keep the model's dtype."""
     if latent.q_up_weight_PG is not None:
-        latent.q_up_weight_PG = _packed(latent.q_up_weight_PG, quantization)
+        latent.q_up_weight_PG = _packed(latent.q_up_weight_PG, quantization, scales)
     latent.key_weight_NLE = pack_experts(plain(latent.key_weight_NLE))
     latent.value_weight_NUL = pack_experts(plain(latent.value_weight_NUL))
 
 
-def _pack_ffn(ffn: FfnParameters, quantization: Quantization) -> None:
+def _pack_ffn(ffn: FfnParameters, quantization: Quantization, scales: GroupScales | None) -> None:
     if isinstance(ffn, DenseParameters):
-        ffn.gate_up_weight_2IH = _packed(ffn.gate_up_weight_2IH, quantization)
-        ffn.down_weight_HI = _packed(ffn.down_weight_HI, quantization)
+        ffn.gate_up_weight_2IH = _packed(ffn.gate_up_weight_2IH, quantization, scales)
+        ffn.down_weight_HI = _packed(ffn.down_weight_HI, quantization, scales)
         return
     ffn.gate_up_weight_L2IH = pack_experts(plain(ffn.gate_up_weight_L2IH), quantization)
     ffn.down_weight_LHI = pack_experts(plain(ffn.down_weight_LHI), quantization)
     ffn.router_weight_EH = pack_router(plain(ffn.router_weight_EH), ffn.gate_up_weight_L2IH)
     if ffn.shared_gate_up_weight_2SH is not None and ffn.shared_down_weight_HS is not None:
-        ffn.shared_gate_up_weight_2SH = _packed(ffn.shared_gate_up_weight_2SH, quantization)
-        ffn.shared_down_weight_HS = _packed(ffn.shared_down_weight_HS, quantization)
+        ffn.shared_gate_up_weight_2SH = _packed(ffn.shared_gate_up_weight_2SH, quantization, scales)
+        ffn.shared_down_weight_HS = _packed(ffn.shared_down_weight_HS, quantization, scales)
 
 
-def _packed(weight: Weight, quantization: Quantization) -> Weight:
-    return pack_weight(plain(weight), quantization)
+def _packed(weight: Weight, quantization: Quantization, scales: GroupScales | None) -> Weight:
+    tensor = plain(weight)
+    return pack_weight(tensor, quantization, None if scales is None else scales.of(tensor))
 
 
 def plain(weight: Weight | ExpertWeight) -> Tensor:
