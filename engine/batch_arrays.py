@@ -203,7 +203,7 @@ def _sample_rows(plan: StepPlan) -> list[int] | None:
     end = len(rows)
     for entry in plan.prefills:
         end += entry.num_tokens
-        if entry.sequence.gathers_prompt:
+        if entry.sequence.keeps_rows:
             rows += range(end - entry.num_tokens, end)
         elif entry.samples:
             rows.append(end - 1)

@@ -309,6 +309,8 @@ class Ended:
     """Number of drafts that were computed for it here."""
     num_accepted: int = 0
     """Number of them that became output tokens."""
+    vector: bytes = field(default=b"", repr=False)
+    """Vector of a pooled request whose prompt was computed, in the form of `End.vector` on the wire."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,11 +38,13 @@ from disagg.engine.randomness import first_outputs
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import TokenLogprobs
+from disagg.proto.messages import Pooling, TokenLogprobs
 from disagg.proto.splitmix import splitmix64
 
 FAKE_FINGERPRINT = "fake"
 DEFAULT_VOCAB_SIZE = 32_000
+FAKE_HIDDEN_SIZE = 16
+"""Numbers of a vector of a pooled request."""
 
 _LARGEST_RANK = 50
 _HEAD_BYTES_PER_TOKEN = 8
@@ -139,7 +141,17 @@ class FakeModelRunner(ModelRunner):
             output_ids.append(_with_bias(greedy_id, sampling.logit_bias, self.vocab_size))
             if sampling.logprobs >= 0:
                 logprobs[place] = fake_logprobs(greedy_id, sampling.logprobs, self.vocab_size, output_ids[place])
-        return StepResult(output_ids, logprobs, prompt_logprobs=self._prompt_logprobs(plan))
+        vectors = self._vectors(plan) if plan.pools else {}
+        return StepResult(output_ids, logprobs, prompt_logprobs=self._prompt_logprobs(plan), vectors=vectors)
+
+    def _vectors(self, plan: StepPlan) -> dict[AttemptKey, bytes]:
+        """Of the pooled requests whose prompts end with this step."""
+        found: dict[AttemptKey, bytes] = {}
+        for entry in plan.entries:
+            pooling = entry.sequence.spec.pooling
+            if entry.samples and pooling is not None:
+                found[entry.sequence.key] = _vector_of(self._digest(entry), pooling)
+        return found
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[AttemptKey, list[TokenLogprobs]]:
         """As of a model whose greedy token at a position is the token there."""
@@ -237,13 +249,17 @@ class FakeModelRunner(ModelRunner):
         pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
 
     def _next_greedy(self, entry: ScheduledSequence) -> int:
+        return _token_of(self._digest(entry), self.vocab_size)
+
+    def _digest(self, entry: ScheduledSequence) -> int:
+        """Of all tokens up to the end of an entry, as they are in the pages."""
         num_tokens = entry.start + entry.num_tokens
         digest = self._digest_of_group(0, entry.sequence.block_table, 0, num_tokens)
         for group, window in enumerate(self.windows, start=1):
             first = max(0, num_tokens - window)
             seen = self._digest_of_group(group, entry.sequence.table_of(group), first, num_tokens)
             digest += _WINDOW_FACTOR**group * seen
-        return _token_of(digest, self.vocab_size)
+        return digest
 
     def _digest_of_group(self, group: int, block_table: Seq[int], start: int, end: int) -> int:
         first_block = start // self.block_size
@@ -296,6 +312,13 @@ def fake_generate(
     return output
 
 
+def fake_vector(prompt_token_ids: Seq[int], pooling: Pooling) -> list[float]:
+    """The vector that a `FakeModelRunner` without windows must give a prompt."""
+    digest = sum(_digest_of_one(token_id, position) for position, token_id in enumerate(prompt_token_ids))
+    vector: list[float] = np.frombuffer(_vector_of(digest, pooling), dtype="<f4").tolist()
+    return vector
+
+
 def fake_logprobs(
     greedy_id: int, num_top: int, vocab_size: int = DEFAULT_VOCAB_SIZE, token_id: int | None = None
 ) -> TokenLogprobs:
@@ -308,6 +331,19 @@ def fake_logprobs(
         top_ids,
         tuple(_logprob(top_id, greedy_id, vocab_size) for top_id in top_ids),
     )
+
+
+def _vector_of(digest: int, pooling: Pooling) -> bytes:
+    """Numbers between -1 and 1; of a score one number between 0 and 1."""
+    num_values = 1 if pooling.kind == "score" else pooling.dimensions or FAKE_HIDDEN_SIZE
+    words = np.array([splitmix64(digest, index) for index in range(num_values)], dtype=np.uint64)
+    shares = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
+    if pooling.kind == "score":
+        return shares.astype("<f4").tobytes()
+    vector = 2.0 * shares - 1.0
+    if pooling.normalize:
+        vector /= np.linalg.norm(vector)
+    return vector.astype("<f4").tobytes()
 
 
 def _logprob(token_id: int, greedy_id: int, vocab_size: int) -> float:

@@ -54,6 +54,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     of the entries samples."""
     prefills: tuple[ScheduledSequence, ...] = ()
     """Prompt chunks (also of one token)."""
+    pools: bool = False
+    """Whether some of its sequences are pooled requests, of which an entry may stand among the decodes, too."""
 
     @property
     def entries(self) -> tuple[ScheduledSequence, ...]:
@@ -111,7 +113,8 @@ class StepResult(msgspec.Struct, frozen=True):
     only."""
 
     token_ids: list[int]
-    """Token ids, one for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none."""
+    """Token ids, one for each entry with `samples`, in the order of `plan.entries`; `NO_TOKEN` where there is none. The
+    one of a pooled request has no meaning."""
     logprobs: Mapping[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     """Log probabilities by index in `token_ids`, for exactly those that have a token and whose sequences request it
     (`Sampling.logprobs` is not negative)."""
@@ -124,6 +127,8 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: Mapping[AttemptKey, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """Log probabilities of each prompt token that follows a token of the computed chunk, for sequences that gather them
     (`Sequence.gathers_prompt`)."""
+    vectors: Mapping[AttemptKey, bytes] = msgspec.field(default_factory=dict)
+    """Vectors of the pooled requests whose prompts this step completed, in the form of `End.vector`."""
 
 
 class QueuedStep(Protocol):

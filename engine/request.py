@@ -1,6 +1,6 @@
 """A sequence inside one worker: what is known, what is computed, which blocks hold it.
 
-WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D
+WAITING ──> RUNNING ──> (ended)          colocated, or local prefill on D; a pooled request, with its prompt
 WAITING ──> RUNNING ──> HELD ──> (ended) prefill worker: computed, KV kept until the hand-over is acknowledged
 RESERVED ──> RUNNING ──> (ended)         decode worker: blocks arrive by KV transfer, then it joins the batch
 RUNNING ──> HELD ──> (ended), RUNNING    migration: it goes on on another worker, or here again if that fails
@@ -116,6 +116,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens from the second one on, as far as they are computed. Gathered until the
     first output token."""
+    pooled_sum: Any = None
+    """Sum of the hidden states of its computed tokens, where their mean is wanted. Owner: the runner."""
     text_counts: TextCounts | None = None
     """Counts of its token ids, if they are penalized and a token was sampled here."""
     grammar_state: Any = None
@@ -169,6 +171,12 @@ class Sequence:
         sampling = self.spec.sampling
         is_wanted = sampling.prompt_logprobs >= 0 and sampling.logprobs >= 0
         return is_wanted and not self.is_copy and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of all of its prompt's tokens are wanted behind the last layer."""
+        pooling = self.spec.pooling
+        return self.gathers_prompt if pooling is None else pooling.is_whole
 
     @property
     def is_decoding(self) -> bool:

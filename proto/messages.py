@@ -83,6 +83,28 @@ class Sampling(Message, frozen=True, kw_only=True):
     """Grammar of the output, in the form that `proto/grammars.py` describes; empty for any text."""
 
 
+PoolingKind = Literal["last", "mean", "cls", "score"]
+"""What becomes of the hidden states of a prompt: that of the last token, the mean of all, that of the first token; or
+a probability that the model gives at the last token (`Pooling.score_ids`)."""
+
+
+class Pooling(Message, frozen=True, kw_only=True):
+    """Settings of a request that ends with a vector instead of an answer."""
+
+    kind: PoolingKind
+    dimensions: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of leading dimensions to keep; 0 keeps all."""
+    normalize: bool = True
+    """Whether the vector is divided by its length."""
+    score_ids: tuple[int, ...] = ()
+    """Of a score: the token whose probability it is, and the token that it is weighed against."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the hidden states of all tokens are read, so that no cached prefix serves."""
+        return self.kind in ("mean", "cls")
+
+
 class Targets(msgspec.Struct, frozen=True, array_like=True):
     """Latency targets of a request, and its progress when this was sent."""
 
@@ -129,6 +151,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Latency targets; None where neither the request nor the configuration has any."""
     speculation: bool = True
     """Whether drafts may be computed for it, where the worker makes some. They change no token."""
+    pooling: Pooling | None = None
+    """Set for a request without an answer, which ends with a vector of its prompt (`End.vector`)."""
 
     def __post_init__(self) -> None:
         check_packed("prompt_token_ids", self.prompt_token_ids)
@@ -544,6 +568,8 @@ class End(Message, frozen=True, kw_only=True):
     """Output tokens of the attempt that had been drafts."""
     in_transfer: bool = False
     """Whether the failure is that of the pair with the decode worker and not of the computation."""
+    vector: bytes = b""
+    """Vector of a pooled request that ended with `stop`, in fp32, little-endian; one number for a score."""
 
 
 class MigrationFailed(Message, frozen=True, kw_only=True):

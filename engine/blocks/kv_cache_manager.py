@@ -86,6 +86,9 @@ class KVCacheManager:
 
     def most_cached(self, sequence: Sequence) -> int:
         """How many of its leading tokens a new sequence may take from the prefix cache, at most."""
+        pooling = sequence.spec.pooling
+        if pooling is not None and pooling.is_whole:
+            return 0
         cap = max_cached_tokens(sequence.num_tokens) if sequence.spec.root_hash else 0
         return min(cap, len(sequence.prompt_logprobs)) if sequence.gathers_prompt else cap
 

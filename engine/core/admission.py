@@ -7,7 +7,7 @@ import math
 from disagg.engine.core.policy import finish_reason
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import EndReason, Sampling, SequenceSpec, Targets
+from disagg.proto.messages import EndReason, Pooling, Sampling, SequenceSpec, Targets
 from disagg.proto.token_ids import unpack_token_ids
 
 _LONGEST_S = 1e12
@@ -45,10 +45,28 @@ def refusal(sequence: Sequence, *, vocab_size: int, max_model_len: int) -> tuple
         return "failed", "a sampling parameter is not finite, or does not fit 32 bits"
     if len(spec.block_hashes) > len(token_ids) // HASH_BLOCK_TOKENS:
         return "failed", "there are more block hashes than full blocks"
+    if spec.pooling is not None:
+        return _pooled_refusal(sequence, spec.pooling, vocab_size, max_model_len)
     reason = finish_reason(sequence, max_model_len)
     if reason == "length" and _is_too_long(sequence, max_model_len):
         return "refused", f"{len(token_ids)} tokens and an answer do not fit into {max_model_len}"
     return None if reason is None else (reason, "the output is complete already")
+
+
+def _pooled_refusal(
+    sequence: Sequence, pooling: Pooling, vocab_size: int, max_model_len: int
+) -> tuple[EndReason, str] | None:
+    if sequence.num_output_tokens:
+        return "failed", "a pooled request has output tokens"
+    if sequence.hold_after_prefill or sequence.state is SequenceState.RESERVED:
+        return "failed", "a pooled request is not handed over"
+    score_ids = pooling.score_ids
+    num_ids = 2 if pooling.kind == "score" else 0
+    if len(score_ids) != num_ids or not all(0 <= token_id < vocab_size for token_id in score_ids):
+        return "failed", f"pooling by {pooling.kind} with score_ids {score_ids}"
+    if sequence.num_tokens > max_model_len:
+        return "refused", f"{sequence.num_tokens} tokens do not fit into {max_model_len}"
+    return None
 
 
 def _are_times(targets: Targets) -> bool:

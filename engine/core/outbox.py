@@ -105,6 +105,7 @@ class Outbox:
         drafted_tokens: int = 0,
         accepted_tokens: int = 0,
         in_transfer: bool = False,
+        vector: bytes = b"",
     ) -> None:
         """The attempt is over on this worker."""
         message = End(
@@ -117,6 +118,7 @@ class Outbox:
             drafted_tokens=drafted_tokens,
             accepted_tokens=accepted_tokens,
             in_transfer=in_transfer,
+            vector=vector,
         )
         self._for(gateway_id).ends.append(message)
 

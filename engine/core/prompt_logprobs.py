@@ -19,10 +19,10 @@ MAX_ROWS = 128
 
 
 def chunk_budget(sequence: Sequence, budget: int, planned: Seq[ScheduledSequence]) -> int:
-    """Tokens of the next chunk of `sequence`, behind what is planned: one sequence of a step gathers."""
-    if not sequence.gathers_prompt:
+    """Tokens of the next chunk of `sequence`, behind what is planned: of one sequence of a step all rows are kept."""
+    if not sequence.keeps_rows:
         return budget
-    return 0 if any(entry.sequence.gathers_prompt for entry in planned) else min(budget, MAX_ROWS)
+    return 0 if any(entry.sequence.keeps_rows for entry in planned) else min(budget, MAX_ROWS)
 
 
 def note_prompt(entry: ScheduledSequence, result: StepResult) -> None:

@@ -46,6 +46,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+import msgspec
+
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.blocks.swap import SwapIn, SwapOut, SwapPool
@@ -128,6 +130,8 @@ class Scheduler:
         """SUSPENDED sequences that have blocks again, until the copy into them is made; empty between steps."""
         self.num_reserved = 0
         """Sequences in state RESERVED."""
+        self.num_pooled = 0
+        """Sequences of pooled requests."""
         self.num_leaving = 0
         """Sequences that were taken out of the batch to move (`migration.py`); they keep their places."""
         self.num_preempted = 0
@@ -153,6 +157,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence in state WAITING."""
+        self.num_pooled += sequence.spec.pooling is not None and sequence.key not in self.sequences
         self.sequences[sequence.key] = sequence
         self.waiting.push(self._order(sequence), sequence)
         if self._slack is not None:
@@ -161,6 +166,7 @@ class Scheduler:
     def load(self, sequence: Sequence) -> None:
         """Take in a sequence whose prefix is loaded from a tier, or fetched, before it is queued by `begin`."""
         sequence.state = SequenceState.LOADING
+        self.num_pooled += sequence.spec.pooling is not None
         self.sequences[sequence.key] = sequence
 
     def begin(self, sequence: Sequence) -> None:
@@ -217,12 +223,14 @@ class Scheduler:
         if self.on_drop is not None:
             self.on_drop(sequence, has_answered)
         self.kv_cache.free(sequence)
+        self.num_pooled -= sequence.spec.pooling is not None
         del self.sequences[sequence.key]
         sequence.state = SequenceState.ENDED
 
-    def end(self, sequence: Sequence, reason: EndReason, detail: str = "") -> Ended:
-        """Drop a live sequence; the event."""
-        self.drop(sequence, has_answered=reason in ("stop", "length") and not sequence.hold_after_prefill)
+    def end(self, sequence: Sequence, reason: EndReason, detail: str = "", vector: bytes = b"") -> Ended:
+        """Drop a live sequence; the event. `vector`: of a pooled request that is computed."""
+        has_answered = reason in ("stop", "length") and not sequence.hold_after_prefill
+        self.drop(sequence, has_answered=has_answered and sequence.spec.pooling is None)
         return Ended(
             sequence.key,
             sequence.spec.gateway_id,
@@ -232,6 +240,7 @@ class Scheduler:
             sequence.queue_s or 0.0,
             sequence.num_drafted,
             sequence.num_accepted,
+            vector,
         )
 
     # ------------------------------------------------------------ suspended sequences
@@ -300,6 +309,8 @@ class Scheduler:
             case "static":
                 self._form_batch()
                 plan = self._plan_one_kind(may_admit=False)
+        if self.num_pooled and any(entry.sequence.spec.pooling is not None for entry in plan.entries):
+            plan = msgspec.structs.replace(plan, pools=True)
         return plan
 
     def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
@@ -511,6 +522,10 @@ class Scheduler:
             if result.prompt_logprobs:
                 note_prompt(entry, result)
             self.kv_cache.publish(sequence, start)
+            if plan.pools and sequence.spec.pooling is not None:
+                if entry.samples:
+                    events.append(self._end_pooled(sequence, result))
+                continue
             if entry.samples:
                 token_id = result.token_ids[first_place]
                 sampled = self._append(sequence, token_id, with_prompt(sequence, result.logprobs.get(first_place)))
@@ -522,6 +537,13 @@ class Scheduler:
             if entry.samples and sequence.hold_after_prefill and sequence.state is SequenceState.RUNNING:
                 events.append(self._hold(sequence, sampled))
         return events
+
+    def _end_pooled(self, sequence: Sequence, result: StepResult) -> Ended:
+        """A pooled request ends with its prompt."""
+        vector = result.vectors.get(sequence.key)
+        if vector is None:
+            return self.end(sequence, "failed", "step: it gave no vector")
+        return self.end(sequence, "stop", vector=vector)
 
     def _apply_drafts(
         self, sequence: Sequence, drafts: tuple[int, ...], first_place: int, result: StepResult

@@ -107,6 +107,7 @@ def _check_counts(scheduler: Scheduler) -> list[str]:
         "reserved": (len(by_state[SequenceState.RESERVED]), scheduler.num_reserved),
         "loading and in the queue": (sum(s in scheduler.waiting for s in by_state[SequenceState.LOADING]), 0),
         "held and leaving": (sum(s.is_leaving for s in by_state[SequenceState.HELD]), scheduler.num_leaving),
+        "pooled": (sum(s.spec.pooling is not None for s in sequences), scheduler.num_pooled),
         "ended": (len(by_state[SequenceState.ENDED]), 0),
     }
     problems = [

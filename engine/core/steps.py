@@ -105,7 +105,10 @@ def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
 def _needs_ids_only(sequence: Sequence) -> bool:
     """Whether its next tokens depend on nothing but the ids before them, which the device has. Once that is so it stays
     so: a sequence outgrows the mask of its stop ids."""
-    return not (sequence.hold_after_prefill or sequence.spec.sampling.logprobs >= 0 or edits_logits(sequence))
+    spec = sequence.spec
+    if sequence.hold_after_prefill or spec.pooling is not None:
+        return False
+    return not (spec.sampling.logprobs >= 0 or edits_logits(sequence))
 
 
 # ---------------------------------------------------------------- steps

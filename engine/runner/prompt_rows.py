@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 def rows_of(plan: StepPlan) -> Rows:
     """As `BatchBuilder` orders them."""
-    if all(entry.samples for entry in plan.decodes) and not any(e.sequence.gathers_prompt for e in plan.prefills):
+    if all(entry.samples for entry in plan.decodes) and not any(e.sequence.keeps_rows for e in plan.prefills):
         return Rows(None, [])
     sampled: list[int] = []
     prompts: list[_PromptRows] = []
@@ -45,10 +45,9 @@ def rows_of(plan: StepPlan) -> Rows:
             sampled.append(row)
     row = len(plan.decodes)
     for entry in plan.prefills:
-        gathers = entry.sequence.gathers_prompt
-        if gathers:
+        if entry.sequence.gathers_prompt:
             prompts.append(_PromptRows(entry, row))
-        row += entry.num_tokens if gathers else entry.samples
+        row += entry.num_tokens if entry.sequence.keeps_rows else entry.samples
         if entry.samples:
             sampled.append(row - 1)
     return Rows(sampled, prompts)
