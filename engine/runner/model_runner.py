@@ -36,7 +36,17 @@ from disagg.engine.config import (
 from disagg.engine.draft_row import DraftRow, sampled_row
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.parallel.interfaces import ShardRunner
-from disagg.engine.plan import Buffer, Copying, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
+from disagg.engine.plan import (
+    NO_TOKEN,
+    Buffer,
+    Copying,
+    ModelRunner,
+    ScheduledSequence,
+    StepPlan,
+    StepQueue,
+    StepResult,
+    WarmUp,
+)
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import cache_size
 from disagg.engine.runner.collectives import Alone, Collective
@@ -54,6 +64,7 @@ from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
+from disagg.engine.runner.pooling import needs_token, with_vectors
 from disagg.engine.runner.prompt_rows import prompt_logprobs, rows_of
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.token_masks import TokenMasks
@@ -290,7 +301,30 @@ class TorchModelRunner(ShardRunner):
             # Also where a prompt is not complete yet: its grammar is compiled while the chunks are computed.
             drafts = [row for row in sampled if isinstance(row, DraftRow)]
             self._masks.start([*dict.fromkeys(entry.sequence for entry in plan.entries), *drafts])
+        if plan.pools:
+            return self._step_pooled(plan, arrays, sampled)
         logits_SV, largest_S = self._score(arrays)
+        return self._sampled(plan, sampled, logits_SV, largest_S)
+
+    def _step_pooled(self, plan: StepPlan, arrays: BatchArrays, sampled: list[Sequence | DraftRow]) -> StepResult:
+        """A step with pooled requests. Without ranks, logits are computed where some request needs them."""
+        needs_logits = self.tp > 1 or any(needs_token(entry) for entry in plan.entries)
+        if self._replayed is not None:
+            hidden_RH, logits_RV = self._replayed.hidden(arrays, with_logits=needs_logits)
+        else:
+            batch = to_batch(arrays, self._decoder.attention)
+            hidden_RH, logits_RV = self._decoder.hidden(batch, with_logits=needs_logits)
+        if needs_logits:
+            result = self._sampled(plan, sampled, logits_RV, None)
+        else:
+            self._expert_use.note_step()
+            result = StepResult([NO_TOKEN] * len(sampled))
+        return with_vectors(plan, result, hidden_RH, logits_RV)
+
+    def _sampled(
+        self, plan: StepPlan, sampled: list[Sequence | DraftRow], logits_SV: Tensor, largest_S: Tensor | None
+    ) -> StepResult:
+        """What the rows give that sample, and those of prompts."""
         self._expert_use.note_step()
         rows = rows_of(plan)
         prompts = prompt_logprobs(logits_SV, self.vocab_size, rows.prompts) if rows.prompts else {}

@@ -93,6 +93,28 @@ class Decoder:
         Raises:
             RuntimeError: if another rank is lost.
         """
+        normed_RH = self._rows(batch)
+        if normed_RH is None:
+            return new_output((0, self._vocab_size), self._parameters.embedding_VH) if self._has_logits else None
+        return self._logits(normed_RH)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, *, with_logits: bool) -> tuple[Tensor, Tensor]:
+        """Rows behind the final norm [R, H], those that `forward` gives logits for; and with `with_logits` the logits,
+        else no rows. With several ranks they are needed, because the other ranks compute their part of them.
+
+        Raises:
+            RuntimeError: as `forward`.
+        """
+        assert with_logits or self._collective is None, "the other ranks compute logits"
+        embedding_VH, normed_RH = self._parameters.embedding_VH, self._rows(batch)
+        if normed_RH is None:
+            normed_RH, with_logits = new_output((0, embedding_VH.shape[1]), embedding_VH), False
+        logits_RV = self._logits(normed_RH) if with_logits else None
+        return normed_RH, new_output((0, self._vocab_size), embedding_VH) if logits_RV is None else logits_RV
+
+    def _rows(self, batch: Batch) -> Tensor | None:
+        """Rows behind the final norm, of those that sample; None where no row does."""
         parameters = self._parameters
         if batch.prefills is not None:
             self.attention.plan(batch.prefills)
@@ -109,12 +131,10 @@ class Decoder:
                 attended_TA = take_rows(attended_TA, batch.sample_rows)
                 residual_TH = take_rows(residual_TH, batch.sample_rows)
             if attended_TA.shape[0] == 0:
-                break
+                return None
             norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
             normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H)
-        else:
-            return self._logits(normed_TH)
-        return new_output((0, self._vocab_size), residual_TH) if self._has_logits else None
+        return normed_TH
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         rows_TH = self._embedded(token_ids_T)

@@ -180,6 +180,18 @@ class ReplayedDecoder:
             return Scored(self._computed(to_batch(arrays, self._decoder.attention)), None)
         return self._replay(self._capturer, self._inputs.fill(arrays)).first(num_seqs)
 
+    def hidden(self, arrays: BatchArrays, *, with_logits: bool) -> tuple[Tensor, Tensor]:
+        """As `Decoder.hidden`. Good until the next step."""
+        batch, decoder = to_batch(arrays, self._decoder.attention), self._decoder
+        if self._capturer is not None:
+            try:
+                return self._capturer.compute(
+                    lambda: decoder.hidden(batch, with_logits=with_logits), ("hidden", with_logits, *_kind(batch))
+                )
+            except CaptureError as error:
+                self._disable_capture(error)
+        return decoder.hidden(batch, with_logits=with_logits)
+
     def queue(self, arrays: BatchArrays, pending: Pending | None) -> Scored:
         """A step of decodes, some tokens of which may be known on the device only. Nothing waits for the device."""
         assert self._capturer is not None
