@@ -160,8 +160,9 @@ class DecodeRole:
     # ------------------------------------------------------------ dispatches
 
     def takes(self, dispatch: Dispatch) -> bool:
-        """Whether the dispatch names no decode worker, so that this worker runs it alone."""
-        return dispatch.decode_peer is None and "decode" in self._context.config.roles
+        """Whether the dispatch names no decode worker, so that this worker runs it alone, and wants an answer."""
+        is_alone = dispatch.decode_peer is None and dispatch.spec.pooling is None
+        return is_alone and "decode" in self._context.config.roles
 
     def dispatch(self, dispatch: Dispatch) -> None:
         """Run an attempt alone, prompt and answer."""

@@ -156,7 +156,9 @@ class PrefillRole:
             link.retire(f"this worker keeps {most}")
 
     def takes(self, dispatch: Dispatch) -> bool:
-        """Whether the dispatch names a decode worker."""
+        """Whether the dispatch wants an answer and names a decode worker."""
+        if dispatch.spec.pooling is not None:
+            return False
         return dispatch.decode_peer is not None and "prefill" in self._context.config.roles
 
     def dispatch(self, dispatch: Dispatch) -> None:

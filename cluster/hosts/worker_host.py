@@ -29,6 +29,7 @@ from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.parallel.interfaces import StartRanks
 from disagg.engine.shell.worker import RoleFactory, Worker
 from disagg.engine.start_stages import WORDS
+from disagg.prefill_worker.pooled import PooledRole
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.control import WorkerHeartbeat
 from disagg.proto.ids import WorkerId
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 def role_factories(roles: Collection[RoleName], *, fetches: bool = False) -> list[RoleFactory]:
     """Factories of a worker's roles. Each worker can send KV: one that only decodes does so when a sequence moves to
     another worker. One that fetches prefixes can receive, too."""
-    return [PrefillRole, DecodeRole] if "decode" in roles or fetches else [PrefillRole]
+    return [PooledRole, PrefillRole, DecodeRole] if "decode" in roles or fetches else [PooledRole, PrefillRole]
 
 
 class WorkerHost:
