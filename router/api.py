@@ -10,7 +10,16 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
-from disagg.proto.messages import Fetched, Load, Sampling, StepCoefficients, TokenLogprobs, WorkerInfo, WorkerMetrics
+from disagg.proto.messages import (
+    Fetched,
+    Load,
+    Pooling,
+    Sampling,
+    StepCoefficients,
+    TokenLogprobs,
+    WorkerInfo,
+    WorkerMetrics,
+)
 from disagg.proto.token_ids import PackedTokenIds, num_token_ids
 from disagg.router.config import Decodes
 from disagg.router.statistics import Rates, RouterStats
@@ -124,6 +133,9 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     unknown, or without such tokens."""
     speculation: bool = True
     """Whether drafts may be computed for the answer."""
+    pooling: Pooling | None = None
+    """Set for a request that ends with a vector of its prompt instead of an answer: one worker that computes prompts
+    runs it."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -195,8 +207,9 @@ RUNNING = "running"
 
 MAX_MOVES = 16
 """Most moves of an attempt that are kept in its trace."""
-Path = Literal["pd", "local", "colocated"]
-"""Which workers compute an answer: a pair; a decode worker alone; a worker with both roles."""
+Path = Literal["pd", "local", "colocated", "pooled"]
+"""Which workers compute an answer: a pair; a decode worker alone; a worker with both roles. `pooled`: one that computes
+prompts, and there is no answer."""
 
 
 class MoveMarks(msgspec.Struct, gc=False):
@@ -319,6 +332,8 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     num_output_tokens: int
     cached_tokens: int
     """Number of prompt tokens that no worker had to compute."""
+    vector: bytes = b""
+    """Vector of a pooled request, in the form of `End.vector`."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, gc=False):

@@ -18,7 +18,17 @@ from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
-DECISIONS = ("pair", "local_prefill", "local_fallback", "colocated", "probe", "no_room", "no_slot", "no_share")
+DECISIONS = (
+    "pair",
+    "local_prefill",
+    "local_fallback",
+    "colocated",
+    "pooled",
+    "probe",
+    "no_room",
+    "no_slot",
+    "no_share",
+)
 
 
 def cluster_families(view: ClusterView, *, shows_workers: bool = True) -> Iterator[Metric]:

@@ -24,7 +24,7 @@ from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig, num_split
 from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, plan_fetch
 from disagg.router.placement.forecast import wait_ms
-from disagg.router.placement.model_groups import NUM_TURNS, ModelGroup, WorkerBucket, longest_of
+from disagg.router.placement.model_groups import NUM_TURNS, ModelGroup, WorkerBucket, longest_of, longest_prompt
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version, version_of
 from disagg.router.workers.assignments import Assignment, Assignments
 from disagg.router.workers.circuit_breakers import (
@@ -332,13 +332,25 @@ class Fleet:
             infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
             self._longest_new = longest_of(infos, self._may_prefill_locally)
             self._longest_continued = longest_of(infos, may_prefill_locally=True)
-            self._num_places = sum(info.max_num_seqs for info in infos if "decode" in info.roles)
+            decoders = [info for info in infos if "decode" in info.roles]
+            self._num_places = sum(info.max_num_seqs for info in decoders or infos)
         return self._longest_new
 
     @property
     def longest_continued_sequence(self) -> int:
         """Like `longest_new_sequence`, for a request whose answer has begun, see `Demand.is_continued`."""
         return max(self.longest_new_sequence, self._longest_continued)
+
+    @property
+    def longest_pooled(self) -> int:
+        """Tokens of the longest prompt without an answer that a present worker could hold."""
+        return longest_prompt(worker.info for worker in self._workers.values() if not worker.is_suspected)
+
+    @property
+    def longest_new_pooled(self) -> int:
+        """Like `longest_pooled`, without the draining workers."""
+        present = (worker for worker in self._workers.values() if not (worker.is_draining or worker.is_suspected))
+        return longest_prompt(worker.info for worker in present)
 
     def has_only(self, version: Version) -> bool:
         """Whether all present workers have that version of the model."""
@@ -353,14 +365,16 @@ class Fleet:
         return longest_of([info for info in infos if version_of(info) == version], may_prefill_locally=True)
 
     def num_places(self) -> int:
-        """Sequences that the workers which take new requests can decode at a time."""
-        return self._num_places if self.longest_new_sequence else 0
+        """Sequences that the workers which take new requests can decode at a time; without any that decode, those that
+        they can compute."""
+        return self._num_places if self.longest_new_sequence or self.longest_pooled else 0
 
     def kv_room(self) -> tuple[int, int]:
-        """KV tokens of the workers that take new requests and decode, and how many of these are in use."""
+        """KV tokens of the workers that take new requests and decode, or compute prompts where none of their group
+        decodes; and how many of these are in use."""
         total = used = 0
         for group in self._groups.values():
-            for bucket in group.decode_buckets():
+            for bucket in group.decode_buckets() or group.prefill_buckets():
                 its_total, its_used = bucket.kv_tokens
                 total += its_total
                 used += its_used

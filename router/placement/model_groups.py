@@ -108,6 +108,8 @@ class ModelGroup:
     ) -> Shortlist:
         """The few workers of each role that have room and are worth comparing. `without`: workers that this request
         avoids; `excluded`: workers and pairs behind an open circuit breaker."""
+        if demand.is_pooled:
+            return self._for_pooled(demand, without, matched, excluded)
         local = may_prefill_locally and self._policy.weighs_local
         if not local and (may_prefill_locally or demand.is_continued):
             local = next(_long_enough(self._prefills, demand.num_tokens), None) is None
@@ -122,6 +124,23 @@ class ModelGroup:
             colocated = [*colocated, *elastic, *(decodes if local else ())]
             return Shortlist(prefills + elastic, decodes + elastic + split_off, colocated, False, (), partners)
         return Shortlist(prefills, decodes, colocated, local, (), partners)
+
+    def _for_pooled(
+        self,
+        demand: Demand,
+        without: Collection[WorkerId],
+        matched: PrefixMatch | None,
+        excluded: Exclusions | None,
+    ) -> Shortlist:
+        """The shortlist of a request without an answer: workers that compute prompts, each of them alone."""
+        if excluded is not None:
+            without = {*without, *excluded.prefills, *excluded.colocated}
+        alone = _candidates(self._prefills, demand, without, matched) + _candidates(
+            self._colocated, demand, without, matched
+        )
+        if self._elastic:
+            alone += self._elastic_candidates(demand, without, matched)[0]
+        return Shortlist([], [], alone, False)
 
     def _without(
         self, excluded: Exclusions, demand: Demand, without: set[WorkerId], matched: PrefixMatch | None, local: bool
@@ -243,6 +262,12 @@ def longest_of(infos: Collection[WorkerInfo], may_prefill_locally: bool) -> int:
     for info in filter(prefills_only, infos):
         longest = max(longest, min(longest_sequence(info), decodes.get(version_of(info), 0)))
     return longest
+
+
+def longest_prompt(infos: Iterable[WorkerInfo]) -> int:
+    """Tokens of the longest prompt that a worker which computes prompts could hold without an answer; 0 if there is
+    none."""
+    return max((longest_sequence(info) for info in infos if "prefill" in info.roles), default=0)
 
 
 def _candidates(
@@ -378,7 +403,7 @@ class WorkerBucket:
     def candidates(self, demand: Demand, without: Collection[WorkerId], matched: PrefixMatch | None) -> list[Candidate]:
         """Members with room for the request: those of least rank and the holders of its longest prefixes. If none of
         these has room, the member with the most free blocks."""
-        if demand.num_tokens >= self.longest:
+        if demand.num_tokens - demand.is_pooled >= self.longest:  # an answer has at least one token
             return []
         policy, turn = self._policy, demand.turn
         begin = policy.start(turn, len(self._by_rank) or 1) if policy.draws else 0
@@ -400,7 +425,8 @@ class WorkerBucket:
     def candidate(self, demand: Demand, worker: Worker, matched: PrefixMatch | None = None) -> Candidate | None:
         """A member as a candidate if it has room, else None. Without `matched` nothing of the request is cached
         there."""
-        found = self._with_room(demand, [worker], matched) if demand.num_tokens < self.longest else []
+        fits = demand.num_tokens - demand.is_pooled < self.longest
+        found = self._with_room(demand, [worker], matched) if fits else []
         return found[0] if found else None
 
     def openings(self, num_blocks: int, output_tokens: float, limit: int) -> tuple[list[float], float]:

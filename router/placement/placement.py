@@ -87,6 +87,8 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     now: float = 0.0
     answer_tokens: float = 1.0
     """Mean number of tokens of recent answers."""
+    is_pooled: bool = False
+    """Whether there is no answer: a worker that computes prompts runs it alone."""
     version: Version | None = None
     """Version of the model with which the answer began; no other one may continue it. None before the first token."""
     num_steps: float = 0.0

@@ -96,15 +96,18 @@ def refusal(
     """The error if this request cannot be queued now, apart from limits of its tenant; None when it can."""
     if request.deadline is not None and request.deadline <= now:
         return DeadlineError("the deadline passed before the request was queued")
-    limit = fleet.longest_sequence
-    if num_prompt_tokens >= limit:
-        role = fleet.missing_role()
+    is_pooled = request.pooling is not None
+    limit = fleet.longest_pooled if is_pooled else fleet.longest_sequence
+    if num_prompt_tokens - is_pooled >= limit:
+        role: RoleName | None = fleet.missing_role()
+        if is_pooled:
+            role = None if limit else "prefill"
         if role is not None:
             if not _may_wait(request, fleet.expected.next_in_s(role, now), config):
                 return missing_worker(role, f"there is no {role} worker", fleet, config, now)
             return queue_refusal(num_waiting, config)
         return ContextLengthError.too_long(
-            "prompt", limit, f"the prompt is too long: {num_prompt_tokens} tokens > {limit - 1} maximum"
+            "prompt", limit, f"the prompt is too long: {num_prompt_tokens} tokens > {limit - 1 + is_pooled} maximum"
         )
     return queue_refusal(num_waiting, config)
 

@@ -84,7 +84,7 @@ class Attempts:
         self._num_started = 0
         self.decisions = state.telemetry.stats.decisions
         """Outcomes of placements: pair, local_prefill, local_fallback (no prefill worker could take it),
-        colocated, probe; no_room, no_slot and no_share left the request in the queue."""
+        colocated, pooled, probe; no_room, no_slot and no_share left the request in the queue."""
 
     def configure(self, config: RouterConfig, policy: Policy) -> None:
         """Follow another configuration and policy from the next placement on."""
@@ -113,7 +113,7 @@ class Attempts:
             if not may_have(record.tenant, _kv_tokens(choice.decode.worker, choice.decode.assigned_blocks)):
                 self.decisions["no_share"] += 1
                 return Blocked.OVER_SHARE
-        self.decisions[_reason(choice, shortlists)] += 1
+        self.decisions["pooled" if demand.is_pooled else _reason(choice, shortlists)] += 1
         return self._start(record, choice, demand, now)
 
     def _choose(
@@ -155,6 +155,7 @@ class Attempts:
         half = Demand(
             num_tokens=max(1, demand.num_tokens // 2),
             reserve_tokens=demand.reserve_tokens // 2,
+            is_pooled=demand.is_pooled,
             version=demand.version,
         )
         lists = self._fleet.shortlists(half, (), record.avoided(now), now)
@@ -351,6 +352,7 @@ class Attempts:
             turn=self._num_started,
             now=now,
             answer_tokens=self.answer_tokens,
+            is_pooled=record.is_pooled,
             version=record.version,
         )
 
@@ -361,7 +363,10 @@ class Attempts:
         decode_id = decode.worker_id
         if not (demand.is_continued and record.arithmetic):
             record.arithmetic = decode.info.arithmetic
-        assignment = decode_assignment(demand, choice.decode, hashes, computes_prompt=prefill is None)
+        if demand.is_pooled:
+            assignment = prefill_assignment(demand, choice.decode)
+        else:
+            assignment = decode_assignment(demand, choice.decode, hashes, computes_prompt=prefill is None)
         assignment.num_before = len(record.output.released)
         assignment.first_at = record.trace.stages.get("first_token") or math.inf
         fleet.open(decode, key, assignment, turn)
@@ -463,6 +468,8 @@ def note_answer(record: RequestRecord, worker_id: WorkerId, end: End) -> None:
 def _begin_marks(record: RequestRecord, prefill_id: WorkerId | None, decode: Worker, now: float) -> AttemptMarks:
     trace = record.trace
     path: Path = "pd" if prefill_id is not None else "colocated" if decode.is_for_prompts else "local"
+    if record.is_pooled:
+        path = "pooled"
     queued = trace.marks[-1].ended if trace.marks else trace.stages["tokenize"]
     assert queued is not None, "the earlier attempt was ended"
     marks = AttemptMarks(

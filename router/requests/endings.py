@@ -132,7 +132,8 @@ class Endings:
         """Finish a request whose answer is complete."""
         commands = self._end_attempt(record, now)
         record.advance(RequestEvent.ANSWERED)
-        self._attempts.answered(len(record.output.released))
+        if not record.is_pooled:
+            self._attempts.answered(len(record.output.released))
         commands.append(Finish(record.request_id, record.completion(reason)))
         self._close(record, reason, now)
         return commands
@@ -174,7 +175,7 @@ class Endings:
     def _no_capacity(self, record: RequestRecord, now: float) -> UnavailableError:
         assert record.unservable_since is not None, "it waits for no worker"
         waited = f"for {now - record.unservable_since:.3g} s there was no"
-        missing = self._fleet.missing_role()
+        missing = "prefill" if record.is_pooled else self._fleet.missing_role()
         if missing is not None:
             return missing_worker(
                 missing, f"{waited} {missing} worker that could take it", self._fleet, self._config, now

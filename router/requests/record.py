@@ -173,6 +173,8 @@ class RequestRecord(msgspec.Struct, gc=False):
     same."""
     cached_tokens: int | None = None
     """The fewest cached tokens of any attempt: prompt tokens that no worker had to compute."""
+    vector: bytes = b""
+    """Vector of a pooled request that was computed."""
 
     @property
     def request_id(self) -> RequestId:
@@ -205,6 +207,11 @@ class RequestRecord(msgspec.Struct, gc=False):
     def urgency(self) -> Urgency:
         """The sort key among the requests of its tenant."""
         return Urgency(-self.priority, self.num_attempts == 0, self.due, self.arrival_order)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it ends with a vector of its prompt."""
+        return self.request.pooling is not None
 
     @property
     def is_probe(self) -> bool:
@@ -252,6 +259,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             timeout_s=None if self.deadline is None else self.deadline - now,
             targets=self._targets(output_tokens, now),
             speculation=request.speculation,
+            pooling=request.pooling,
         )
 
     def _targets(self, output_tokens: float, now: float) -> Targets | None:
@@ -276,7 +284,7 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     def completion(self, reason: EndOfAnswer) -> Completion:
         """The completion of the answer with the tokens released so far."""
-        return Completion(reason, len(self.output.released), self.cached_tokens or 0)
+        return Completion(reason, len(self.output.released), self.cached_tokens or 0, self.vector)
 
     def end_of_answer(self) -> EndOfAnswer | None:
         """The end of the answer, if the released tokens alone show it: an attempt may be lost after its last token.
@@ -289,7 +297,11 @@ class RequestRecord(msgspec.Struct, gc=False):
 
 
 def new_trace(request: RoutedRequest, arrival: float, now: float, config: RouterConfig) -> RequestTrace:
-    """The trace of a request that arrived at the gateway at `arrival` and reaches the router now."""
+    """The trace of a request that arrived at the gateway at `arrival` and reaches the router now. A pooled request has
+    no tokens, and so no targets for them."""
+    ttft_slo_s = config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
+    tpot_slo_s = config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s
+    has_targets = request.pooling is None
     return RequestTrace(
         request_id=request.request_id,
         arrival=arrival,
@@ -306,8 +318,8 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         prefix_marks=marks_in(request.block_hashes),
         model_version=request.model_version,
         most_output_tokens=request.sampling.max_tokens,
-        ttft_slo_s=config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s,
-        tpot_slo_s=config.tpot_slo_s if request.tpot_slo_s is None else request.tpot_slo_s,
+        ttft_slo_s=ttft_slo_s if has_targets else None,
+        tpot_slo_s=tpot_slo_s if has_targets else None,
     )
 
 

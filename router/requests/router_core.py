@@ -579,6 +579,7 @@ class RouterCore:
         leg: Leg = "prefill" if record.running.is_before_hand_over(worker_id) else "decode"
         self._attempts.passed(leg, record.running, now)
         note_answer(record, worker_id, end)
+        record.vector = end.vector
         self._out += self._endings.finish(record, reason, now)
 
 

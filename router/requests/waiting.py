@@ -333,7 +333,7 @@ class Waiting:
         if record.lacks_room_since is None:
             record.lacks_room_since = now
             self._timers.add(now + self._config.bypass_s, record.request_id)
-        if self._hold.is_for(record, now):
+        if self._hold.is_for(record, now) and not record.is_pooled:  # a decode worker would be held
             self._hold.keep(record, self._attempts.demand(record, now), self._attempts.answer_tokens)
 
     def _note_large(self, record: RequestRecord, now: float) -> None:
@@ -368,6 +368,8 @@ class Waiting:
     def _could_fit(self, record: RequestRecord) -> bool:
         """Whether a present worker could hold a request if it were empty."""
         fleet, num_tokens = self._fleet, record.num_tokens
+        if record.is_pooled:
+            return num_tokens <= fleet.longest_new_pooled
         if record.version is not None and not fleet.has_only(record.version):
             return num_tokens < fleet.longest_of_version(record.version)
         if num_tokens < fleet.longest_new_sequence:
