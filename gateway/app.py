@@ -30,6 +30,7 @@ from disagg.gateway.http.shell.exchange import Exchange, Receive, Scope, Send
 from disagg.gateway.http.sites import Sites, preflight_headers
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
+from disagg.gateway.openai.shell.vectors import Vectors
 from disagg.gateway.openapi import operations
 from disagg.gateway.openapi.operation import Operation
 from disagg.gateway.openapi.shell.handlers import OpenApi
@@ -204,14 +205,18 @@ class HttpApp:
 
 
 def _served(completions: Completions, information: Information, probes: Probes) -> Sequence[Served]:
-    responses, messages = Responses(completions), Messages(completions)
+    responses, messages, vectors = Responses(completions), Messages(completions), Vectors(completions)
     return (
         (operations.CHAT, completions.chat),
         (operations.COMPLETION, completions.text),
         (operations.RESPONSE, responses.create),
         (operations.MESSAGE, messages.create),
         (operations.COUNT_TOKENS, messages.count_tokens),
-        (operations.EMBEDDINGS, information.embeddings),
+        (operations.EMBEDDINGS, vectors.embeddings),
+        (operations.RERANK, vectors.rerank),
+        (operations.SHORT_RERANK, vectors.rerank),
+        (operations.SCORE, vectors.score),
+        (operations.SHORT_SCORE, vectors.score),
         (operations.TOKENIZE, information.tokenize),
         (operations.DETOKENIZE, information.detokenize),
         (operations.HEALTH, probes.health),

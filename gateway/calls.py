@@ -35,13 +35,14 @@ get its outcome.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from disagg.gateway.answers.answer import merge
-from disagg.gateway.answers.generator import Generator
+from disagg.gateway.answers.generator import Generator, Vector
 from disagg.gateway.auth.auth import Caller
 from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.metrics.registry import GatewayMetrics
@@ -61,6 +62,10 @@ from disagg.proto.errors import DisaggError, InvalidRequestError, RequestCancell
 from disagg.proto.ids import RequestId
 
 Events = AsyncGenerator[Delta | Finish, None]
+
+MAX_VECTORS = 64
+"""Vectors of one call that are computed at a time: enough to fill steps, and few enough that other calls of the tenant
+are computed between them."""
 
 
 class FieldNames(Protocol):
@@ -157,9 +162,18 @@ class CallScope:
         assert self._generator is not None, "the model of the call is not known yet"
         return self._generator
 
-    def find(self, model: str | None) -> Generator:
-        """The generator of the model that the call is for. Raises as `Models.find`."""
+    def find(self, model: str | None, needs: str = "") -> Generator:
+        """The generator of the model that the call is for. Raises as `Models.find`, and `InvalidRequestError` for a
+        model that gives no answers; or, where the call `needs` vectors by that name of an API, for one that gives
+        answers."""
         self._generator = self._models.find(self._call.caller, model)
+        is_pooled = self._generator.model.info.pooling is not None
+        if needs and not is_pooled:
+            raise no_support(needs)
+        if is_pooled and not needs:
+            raise InvalidRequestError(
+                "model", "The model does not support answers: it gives vectors or scores of texts"
+            )
         return self._generator
 
     async def admit(
@@ -234,6 +248,25 @@ class CallScope:
         ]
         self._events = answers[0] if len(answers) == 1 else merge(answers)
         return self._events
+
+    async def vectors(self, admitted: AdmittedCall) -> list[Vector]:
+        """The vectors of all prompts, in their order; a bounded number of them is computed at a time. Raises
+        `DisaggError` for what happens to the first that fails, and then all others are cancelled."""
+        places = asyncio.Semaphore(MAX_VECTORS)
+
+        async def one(prompt: AdmittedPrompt, names: FieldNames | None) -> Vector:
+            async with places:
+                with _in_words_of(names):
+                    return await self.generator.vector(prompt)
+
+        pairs = zip(admitted.prompts, admitted.names, strict=True)
+        tasks = [asyncio.create_task(one(prompt, names), name="vector") for prompt, names in pairs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def finished(self) -> None:
         """The answer is complete; returns when its end may be sent, because its use is recorded."""
@@ -314,6 +347,11 @@ class Calls:
         except DisaggError as error:
             scope.note_refusal(self._refusals, error)
             raise
+
+
+def no_support(api: str) -> InvalidRequestError:
+    """The error for a model that cannot serve an API, in vLLM's words."""
+    return InvalidRequestError("model", f"The model does not support {api} API")
 
 
 def _check(

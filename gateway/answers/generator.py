@@ -58,7 +58,7 @@ from disagg.gateway.text.tokenizer import ServedModel, Tokenizer
 from disagg.gateway.text.tool_calls import tool_parser
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.errors import InvalidRequestError
-from disagg.proto.ids import RequestId
+from disagg.proto.ids import BlockHash, RequestId
 from disagg.proto.token_ids import (
     PackedTokenIds,
     num_token_ids,
@@ -77,6 +77,15 @@ _MAX_TAG_IDS: Final = 16
 """Largest number of token ids of a tag at the end of a prompt, with white space."""
 _IDS_A_TURN: Final = 512
 """Number of ids of a resumed answer that become text in one turn of the event loop: about a millisecond."""
+
+
+class Vector(NamedTuple):
+    """What became of a prompt."""
+
+    numbers: bytes
+    """In fp32, little-endian; one number for a score."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
 
 
 class _Resumed(NamedTuple):
@@ -189,6 +198,29 @@ class Generator:
             for answer in answers:
                 answer.cancel()
 
+    async def vector(self, prompt: AdmittedPrompt) -> Vector:
+        """The vector of a prompt that wants one. However it ends, nothing of it is left in the cluster. Raises as
+        `run`."""
+        checked, call, charge = prompt.checked, prompt.call, prompt.charge
+        routed = await self._route(prompt)
+        if charge is not None:
+            charge.tokenized(routed.num_prompt_tokens + routed.sampling.max_tokens)
+        handle = self._router.submit(routed, prompt.arrival)
+        try:
+            if charge is not None:
+                charge.submitted(prompt.least_tokens)
+            decisions, trace = checked.decisions, self._router.trace(routed.request_id)
+            if decisions is not None and decisions.counts and trace is not None:
+                trace.guardrails = decisions.counts
+            async for _ in handle:
+                """It has no tokens."""
+        finally:
+            if handle.completion is None:
+                handle.cancel()
+        assert handle.completion is not None, "the iteration ended without an error"
+        call.use.add(routed.num_prompt_tokens, handle.completion.cached_tokens, 0)
+        return Vector(handle.completion.vector, routed.num_prompt_tokens, handle.completion.cached_tokens)
+
     async def check_prompt(self, checked: CheckedRequest, call: Call) -> CheckedRequest:
         """Have the guardrails look at the prompt, and return the request with the prompt that they allow: unchanged
         where there are none.
@@ -260,7 +292,7 @@ class Generator:
         seed = self.mint_seed()
         waits = self._offload is not None and not self._offload.is_inline(checked.prompt.num_bytes)
         came = self.clock() if waits else 0.0
-        max_tokens = self.limits.model.max_model_len - 1
+        max_tokens = self.limits.model.longest_prompt
         if isinstance(checked.prompt, TextPrompt) and checked.max_prompt_tokens is None:
             self.model.tokenizer.check_num_bytes(checked.prompt.field, checked.prompt.num_bytes, max_tokens)
         if waits:
@@ -273,11 +305,13 @@ class Generator:
             packed = pack_token_ids(token_ids)
             known = PackedTokenIds(packed + pack_token_ids(checked.resumed)) if checked.resumed else packed
             root = root_hash(self._prefix_root, prefix_salt(call.caller.tenant, checked.cache_salt))
+            if checked.pooling is not None and checked.pooling.is_whole:  # no cached prefix serves it
+                root = BlockHash(b"")
             return RoutedRequest(
                 request_id=call.request_id,
                 sampling=sampling,
                 prompt_token_ids=packed,
-                block_hashes=tuple(chain_hashes(root, known)),
+                block_hashes=tuple(chain_hashes(root, known)) if root else (),
                 root_hash=root,
                 deadline=call.deadline,
                 priority=call.priority,
@@ -294,6 +328,7 @@ class Generator:
                 resumed_token_ids=checked.resumed,
                 model_version=checked.model_version,
                 speculation=checked.speculation,
+                pooling=checked.pooling,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)

@@ -159,6 +159,47 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
+class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: str | list[str | Integer | list[Integer]]
+    """One text, several, the ids of one, or the ids of several."""
+    encoding_format: str | None = None
+    dimensions: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
+
+
+class TextDocument(msgspec.Struct, frozen=True):
+    """A document of a rerank."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/rerank`."""
+
+    model: str | None = None
+    query: str
+    documents: list[str | TextDocument]
+    top_n: Integer | None = None
+    """0 is the same as absent: all documents."""
+    return_documents: bool | None = None
+    instruction: str | None = None
+    """What a document must do to be relevant, for models whose prompt has a place for it."""
+    truncate_prompt_tokens: Integer | None = None
+
+
+class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/score`: of each pair of texts; one `text_1` is paired with each `text_2`."""
+
+    model: str | None = None
+    text_1: str | list[str]
+    text_2: str | list[str]
+    instruction: str | None = None
+    truncate_prompt_tokens: Integer | None = None
+
+
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 

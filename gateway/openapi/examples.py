@@ -8,6 +8,7 @@ from typing import Any, Final
 Examples = Mapping[str, Mapping[str, Any]]
 
 MODEL: Final = "smollm2-135m"
+EMBEDDING_MODEL: Final = "qwen3-embedding-0.6b"
 _TURNS: Final = [{"role": "user", "content": "What is the weather in Paris?"}]
 _SCHEMA: Final = {
     "type": "object",
@@ -47,6 +48,25 @@ CHAT: Final[Examples] = {
         "logprobs": True,
         "top_logprobs": 2,
     },
+}
+EMBEDDINGS: Final[Examples] = {
+    "a text": {"model": EMBEDDING_MODEL, "input": "What is the capital of France?"},
+    "several texts in base64": {
+        "model": EMBEDDING_MODEL,
+        "input": ["Paris", "Rome"],
+        "encoding_format": "base64",
+    },
+}
+RERANK: Final[Examples] = {
+    "two documents": {
+        "model": EMBEDDING_MODEL,
+        "query": "What is the capital of France?",
+        "documents": ["Paris is the capital of France.", "Apples are red."],
+        "top_n": 1,
+    }
+}
+SCORE: Final[Examples] = {
+    "one text with two": {"model": EMBEDDING_MODEL, "text_1": "Paris", "text_2": ["France", "Italy"]}
 }
 COMPLETION: Final[Examples] = {
     "a text": {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8},

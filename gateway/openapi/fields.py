@@ -10,11 +10,21 @@ import msgspec
 from disagg.gateway.batches.lines import ENDPOINTS
 from disagg.gateway.batches.schema import WINDOW, BatchBody
 from disagg.gateway.openai.order import MAX_PRIORITY, TIERS
-from disagg.gateway.openai.schema import ChatBody, CompletionBody, ContentPart, Message, TokenizeBody
+from disagg.gateway.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    ContentPart,
+    EmbeddingBody,
+    Message,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from disagg.gateway.openai.structured import NamedSchema, ResponseFormat, StructuredOutputs
 from disagg.gateway.openai.template_options import EFFORTS
 from disagg.gateway.openai.to_input import HARMLESS, HARMLESS_IN_CHAT
 from disagg.gateway.openai.tools import Call, CalledFunction, NamedChoice, NamedFunction, OfferedFunction, Tool
+from disagg.gateway.openai.vectors import FORMATS
 from disagg.gateway.openapi.shapes import Shapes
 from disagg.gateway.other_apis.messages import schema as messages
 from disagg.gateway.other_apis.messages.to_input import HARMLESS as HARMLESS_IN_MESSAGES
@@ -113,6 +123,13 @@ _BY_BODY: Final[Mapping[type[msgspec.Struct], Mapping[str, Any]]] = {
     },
     CompletionBody: {**_GENERATION, **_REFUSED},
     TokenizeBody: _CHAT,
+    EmbeddingBody: {
+        "encoding_format": one_of(FORMATS) | None,
+        "dimensions": _from(1),
+        "truncate_prompt_tokens": _from(-1),
+    },
+    RerankBody: {"top_n": _from(0), "truncate_prompt_tokens": _from(-1)},
+    ScoreBody: {"truncate_prompt_tokens": _from(-1)},
     Message: {
         "role": one_of((*ROLES, "developer", "tool")),
         "tool_calls": list[Call] | None,

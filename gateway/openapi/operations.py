@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 from disagg.gateway.batches.schema import DEFAULT_BATCHES, MAX_BATCHES, MAX_FILES, PURPOSE, BatchBody
 from disagg.gateway.http.errors import ErrorBody
 from disagg.gateway.openai.chunks import LAST_DATA as DONE
 from disagg.gateway.openai.resume import HEADER as RESUME_HEADER
-from disagg.gateway.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from disagg.gateway.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from disagg.gateway.openapi import examples
 from disagg.gateway.openapi.answers import cluster, messages, openai, responses
 from disagg.gateway.openapi.fields import CountTokensBody
@@ -39,11 +48,15 @@ _RESUMED: Final = Parameter(
     schema={"type": "string"},
     description="`0` for a stream whose events have ids; then the id of the last event, to continue the stream.",
 )
-_NO_ANSWER: Final = ""
 
 
 def _generation(path: str, name: str, summary: str, **more: Any) -> Operation:
     return Operation(method="POST", path=path, name=name, tag="generation", summary=summary, **more)
+
+
+def _vectors(path: str, name: str, summary: str, **more: Any) -> Operation:
+    parameters = tuple(each for each in _TIMES if each.name in (TIMEOUT, LABEL))
+    return Operation(method="POST", path=path, name=name, tag="vectors", summary=summary, parameters=parameters, **more)
 
 
 def _get(path: str, name: str, tag: str, summary: str, answer: Any, **more: Any) -> Operation:
@@ -149,14 +162,32 @@ TOKENIZER: Final = _get(
     openai.TokenizerInfo,
     parameters=(_text("model", "Name of a model; may be left out where one is served."),),
 )
-EMBEDDINGS: Final = Operation(
-    method="POST",
-    path="/v1/embeddings",
-    name="createEmbedding",
-    tag="models",
-    summary="Refused always: these models generate text, and were not trained to make embeddings.",
-    content_type=_NO_ANSWER,
+EMBEDDINGS: Final = _vectors(
+    "/v1/embeddings",
+    "createEmbedding",
+    "The vector of a text, of several, or of token ids.",
+    body=EmbeddingBody,
+    examples=examples.EMBEDDINGS,
+    answer=openai.EmbeddingList,
 )
+RERANK: Final = _vectors(
+    "/v1/rerank",
+    "rerank",
+    "Order documents by their relevance to a query.",
+    body=RerankBody,
+    examples=examples.RERANK,
+    answer=openai.Reranked,
+)
+SHORT_RERANK: Final = dataclasses.replace(RERANK, path="/rerank", name="rerankShort", summary="The same as /v1/rerank.")
+SCORE: Final = _vectors(
+    "/v1/score",
+    "score",
+    "The similarity, or relevance, of each pair of texts.",
+    body=ScoreBody,
+    examples=examples.SCORE,
+    answer=openai.ScoreList,
+)
+SHORT_SCORE: Final = dataclasses.replace(SCORE, path="/score", name="scoreShort", summary="The same as /v1/score.")
 TOKENIZE: Final = Operation(
     method="POST",
     path="/tokenize",

@@ -21,6 +21,7 @@ from disagg.gateway.requests.headers import sibling_of
 from disagg.gateway.requests.structured import StructuredOutput
 from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOptions
 from disagg.proto.ids import RequestId
+from disagg.proto.messages import Pooling
 
 BYTES_PER_ID = 1
 """Size of a token id when small prompts are distinguished from large ones: no more work than a byte of text."""
@@ -128,6 +129,8 @@ class GenerationInput:
     model_version: str = ""
     """Version of the model that generated these tokens, as the gateway told it; no other version continues the answer.
     Empty for any."""
+    pooling: Pooling | None = None
+    """Set for a prompt of which a vector is wanted, and no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTurn, TemplateOpti
 from disagg.gateway.text.tokenizer import ModelInfo
 from disagg.proto.config import MAX_TARGET_MS, MIN_TPOT_MS
 from disagg.proto.errors import ContextLengthError, DeadlineError, InvalidRequestError, ModelNotFoundError
-from disagg.proto.messages import Sampling
+from disagg.proto.messages import Pooling, Sampling
 
 MAX_CHAT_MESSAGES = 4096
 MAX_ANSWERS = 128
@@ -78,6 +78,8 @@ class CheckedRequest:
     """Token ids of the answer that the client already has."""
     model_version: str = ""
     """Version of the model that generated the `resumed` tokens; empty for any."""
+    pooling: Pooling | None = None
+    """Set for a prompt of which a vector is wanted."""
     decisions: Decisions | None = None
     """Decisions of the guardrails on the prompt; None if they have not been asked yet."""
 
@@ -113,6 +115,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         splits_reasoning=given.split_reasoning,
         functions=given.functions,
         max_prompt_tokens=max_prompt_tokens,
+        pooling=given.pooling,
         model_version=_check_version(given.model_version),
         resumed=() if given.resumed is None else _check_resumed(given.resumed, given, sampling, limits.model),
     )
@@ -159,6 +162,8 @@ def fit_prompt(checked: CheckedRequest, prompt_token_ids: Sequence[int], limits:
             f"{MAX_PROMPT_VALUES}",
         )
     max_tokens = room if checked.max_tokens is None else checked.max_tokens
+    if checked.pooling is not None:
+        max_tokens = 1
     if len(checked.resumed) > max_tokens:
         raise InvalidRequestError(RESUMED, f"at most {max_tokens}, as many as the answer, not {len(checked.resumed)}")
     seed = minted_seed if checked.seed is None else checked.seed
@@ -234,10 +239,10 @@ def check_num_turns(num_turns: int) -> None:
 
 
 def check_num_ids(num_ids: int, field: str, model: ModelInfo) -> None:
-    """Raises `ContextLengthError` naming `field` if `num_ids` tokens leave no room for an answer."""
-    if num_ids >= model.max_model_len:
+    """Raises `ContextLengthError` naming `field` if `num_ids` tokens are no possible prompt."""
+    if num_ids > model.longest_prompt:
         raise ContextLengthError.too_long(
-            field, model.max_model_len, f"the prompt is too long: {num_ids} tokens > {model.max_model_len - 1} maximum"
+            field, model.max_model_len, f"the prompt is too long: {num_ids} tokens > {model.longest_prompt} maximum"
         )
 
 
@@ -261,10 +266,10 @@ def _check_truncation(given: GenerationInput, model: ModelInfo) -> int | None:
     most = given.truncate_prompt_tokens
     if most is None:
         return None
-    room = model.max_model_len - (given.max_tokens or 1)
+    room = model.longest_prompt - max(0, (given.max_tokens or 1) - 1)
     if most == -1 and room >= 1:
         return room
-    return check_int(most, "truncate_prompt_tokens", 1, model.max_model_len - 1)
+    return check_int(most, "truncate_prompt_tokens", 1, model.longest_prompt)
 
 
 def check_prompt(prompt: Prompt | None, limits: Limits, max_tokens: int | None) -> Prompt:

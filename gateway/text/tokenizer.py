@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from disagg.gateway.text import checkpoint
 from disagg.gateway.text.chat_template import NO_OPTIONS, ChatTemplate, ChatTurn, TemplateOptions
 from disagg.gateway.text.literal_text import LiteralText
+from disagg.gateway.text.pooling import RERANK_TEMPLATE, PoolingInfo, read_pooling
 from disagg.gateway.text.reasoning import TAGS, ReasoningFormat
 from disagg.gateway.text.token_pieces import TokenPieces, byte_alphabet
 from disagg.gateway.text.tool_calls import ToolFormat
@@ -41,6 +42,13 @@ class ModelInfo:
     max_model_len: int
     """Longest prompt plus answer, in tokens."""
     eos_token_ids: tuple[int, ...]
+    pooling: PoolingInfo | None = None
+    """Set for a model that gives vectors or scores, and no answers."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Longest prompt in tokens: an answer has at least one."""
+        return self.max_model_len - (self.pooling is None)
 
 
 class Tokenizer:
@@ -214,13 +222,16 @@ def load_model(
         return fake_model(name, max_model_len or FAKE_MAX_MODEL_LEN)
     folder = Path(path)
     config, backend = checkpoint.model_config(folder), _read_backend(folder / "tokenizer.json")
+    pooling = read_pooling(folder, backend)
     info = ModelInfo(
         name=name,
         vocab_size=config.vocab_size or backend.get_vocab_size(),
-        max_model_len=_model_len(folder, config, max_model_len),
+        max_model_len=_model_len(folder, config, max_model_len, None if pooling is None else pooling.max_tokens),
         eos_token_ids=checkpoint.eos_ids(folder, config),
+        pooling=pooling,
     )
-    source = checkpoint.chat_template_source(folder)
+    is_reranker = pooling is not None and pooling.kind == "score"
+    source = RERANK_TEMPLATE if is_reranker else checkpoint.chat_template_source(folder)
     special_tokens = checkpoint.special_tokens(folder)
     template = None if source is None else ChatTemplate(source, special_tokens)
     tokenizer = Tokenizer(
@@ -247,8 +258,12 @@ def fake_model(name: str, max_model_len: int) -> ServedModel:
     return ServedModel(info, Tokenizer(backend, template), source)
 
 
-def _model_len(folder: Path, config: checkpoint.ModelConfig, wanted: int | None) -> int:
+def _model_len(folder: Path, config: checkpoint.ModelConfig, wanted: int | None, most: int | None) -> int:
+    """`most`: of a text that becomes a vector; None where that is as long as any."""
     own = config.max_position_embeddings
+    if most is not None:
+        own = most if own is None else min(own, most)
+        wanted = None if wanted is None else min(wanted, own)
     if wanted is None and own is None:
         raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings; set max_model_len")
     if wanted is not None and own is not None and wanted > own:

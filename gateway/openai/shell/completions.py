@@ -101,7 +101,7 @@ class Completions:
     ) -> None:
         """Answer a call of another API, with one prompt and one answer: `read` has its body, `write` its answer, whose
         id begins with `id_prefix`. Raises whatever is wrong with it."""
-        async with self._opened(exchange, request_id, id_prefix) as (scope, times):
+        async with self.opened(exchange, request_id, id_prefix) as (scope, times):
             if exchange.headers.get(HEADER):
                 raise InvalidRequestError(HEADER, "streams of this API cannot be resumed")
             parsed = await self._read(exchange, scope, read)
@@ -136,7 +136,7 @@ class Completions:
             return await whole(scope, parsed, scope.events(admitted))
 
     async def _answer(self, exchange: Exchange, request_id: RequestId, kind: _Kind) -> None:
-        async with self._opened(exchange, request_id, kind.id_prefix) as (scope, times):
+        async with self.opened(exchange, request_id, kind.id_prefix) as (scope, times):
             parsed = await self._read(exchange, scope, kind.read)
             position = _position(scope.generator, exchange, parsed)
             if position is not None:
@@ -153,7 +153,7 @@ class Completions:
                     await self._write(exchange, scope, parsed, kind, events, position)
 
     @asynccontextmanager
-    async def _opened(
+    async def opened(
         self, exchange: Exchange, request_id: RequestId, id_prefix: str
     ) -> AsyncGenerator[tuple[CallScope, Times], None]:
         """The scope of a call over HTTP, and what its headers say of its times. Raises `InvalidRequestError` for wrong

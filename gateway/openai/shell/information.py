@@ -75,11 +75,6 @@ class Information:
             }
         )
 
-    async def embeddings(self, exchange: Exchange, request_id: RequestId) -> None:
-        """`POST /v1/embeddings`: always refused, as a mean of a generator's states is no embedding that was trained."""
-        names = ", ".join(generator.model.info.name for generator in self._models.allowed(CALLER.get()))
-        raise InvalidRequestError("model", f"{names} generates text and was not trained to make embeddings")
-
     async def tokenize(self, exchange: Exchange, request_id: RequestId) -> None:
         """`POST /tokenize`."""
         body = await self._limits.read(exchange, lambda raw: decoded(raw, _TOKENIZE, _as_it_is))

@@ -248,3 +248,72 @@ class Text(Struct, forbid_unknown_fields=True):
     """The text of token ids."""
 
     prompt: str
+
+
+class VectorUsage(Struct, forbid_unknown_fields=True):
+    """Tokens of the texts of a call."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | UnsetType = UNSET
+
+
+class Embedding(Struct, forbid_unknown_fields=True):
+    """The vector of a text; in base64 the bytes of its numbers in fp32, little-endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(Struct, forbid_unknown_fields=True):
+    """The vectors of the texts, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: VectorUsage
+
+
+class Score(Struct, forbid_unknown_fields=True):
+    """The score of a pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(Struct, forbid_unknown_fields=True):
+    """The scores of the pairs, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: VectorUsage
+
+
+class RerankedDocument(Struct, forbid_unknown_fields=True):
+    """The text of a document."""
+
+    text: str
+
+
+class RerankResult(Struct, forbid_unknown_fields=True):
+    """One document with its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RerankedDocument | UnsetType = UNSET
+
+
+class Reranked(Struct, forbid_unknown_fields=True):
+    """Documents, the most relevant first."""
+
+    id: str
+    model: str
+    usage: VectorUsage
+    results: list[RerankResult]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import msgspec
 import pytest
@@ -199,16 +198,6 @@ async def test_lengths_that_are_refused(app: TestApp, most: int) -> None:
 async def test_no_room_for_a_prompt_is_refused(app: TestApp) -> None:
     refused = await app.text(truncate_prompt_tokens=-1, max_tokens=MAX_MODEL_LEN)
     assert refused.status_code == 400
-
-
-# ---------------------------------------------------------------- embeddings
-
-
-async def test_embeddings_are_refused_with_a_reason(app: TestApp) -> None:
-    body: dict[str, Any] = {"model": "tiny", "input": "x"}
-    refused = await app.client.post("/v1/embeddings", json=body)
-    assert error_of(refused)[:2] == (400, "model")
-    assert "was not trained to make embeddings" in refused.json()["error"]["message"]
 
 
 # ---------------------------------------------------------------- wrong values
