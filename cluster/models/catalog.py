@@ -58,7 +58,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 NO_TOKENIZER = f"no {TOKENIZER} (other formats of tokenizers are not read)"
 _TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
-_CONFIG_FILES = ("config.json", "generation_config.json")
+_CONFIG_FILES = ("config.json", "generation_config.json", "sentence_bert_config.json")
+_MODULES = "modules.json"
+"""Of a model that gives vectors or scores: its modules, whose settings are in folders of their own."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]{1,64})?")
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 
@@ -267,6 +269,10 @@ def convert_gguf(source: Path, staging: Path, progress: Progress) -> None:
         raise ConfigError(f"model import: {said.removeprefix('error: ')}")
 
 
+class _Module(msgspec.Struct, frozen=True):
+    path: str = ""
+
+
 def fetch_from_hub(source: str, progress: Progress) -> Path:
     """Download a snapshot of a hub repository into the hub's own cache: safetensors, configs and tokenizer files,
     nothing executable. `owner/model@commit` is that commit, even if the repository has changed."""
@@ -274,10 +280,11 @@ def fetch_from_hub(source: str, progress: Progress) -> Path:
 
     hub_id, _, revision = source.partition("@")
     progress(f"fetching {source} from the model hub")
-    patterns = ["*.safetensors", "*.safetensors.index.json", *_CONFIG_FILES, *_TOKENIZER_FILES]
+    configs_only = [*_CONFIG_FILES, _MODULES, "*/config.json"]
+    patterns = ["*.safetensors", "*.safetensors.index.json", *configs_only, *_TOKENIZER_FILES]
     wanted: dict[str, Any] = {"revision": revision or None, "allow_patterns": patterns}
     try:
-        configs = huggingface_hub.snapshot_download(hub_id, **wanted | {"allow_patterns": list(_CONFIG_FILES)})
+        configs = huggingface_hub.snapshot_download(hub_id, **wanted | {"allow_patterns": configs_only})
         read_model_config(configs)  # refused before the weights are there
         files = huggingface_hub.snapshot_download(hub_id, dry_run=True, **wanted)
         if TOKENIZER not in [file.filename for file in files]:
@@ -323,7 +330,28 @@ def copy_checkpoint(source: Path, staging: Path, progress: Progress = lambda tex
             if name.endswith(".json"):
                 _read_json(source / name)  # an error names the user's own file
             shutil.copyfile(source / name, staging / name)
+    _copy_modules(source, staging)
     _complete(staging)
+
+
+def _copy_modules(source: Path, staging: Path) -> None:
+    """Copy what a model that gives vectors or scores says of its modules, where it is one."""
+    file = source / _MODULES
+    if not file.is_file():
+        return
+    try:
+        modules = msgspec.json.decode(file.read_bytes(), type=list[_Module])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"model import: {file}: {error}") from error
+    shutil.copyfile(file, staging / _MODULES)
+    for module in modules:
+        settings = source / module.path / "config.json"
+        if not module.path or not settings.is_file():
+            continue
+        if Path(module.path).name != module.path or module.path in (".", ".."):
+            raise ConfigError(f"model import: {file}: `path` {module.path!r} is not the name of a folder")
+        (staging / module.path).mkdir(exist_ok=True)
+        shutil.copyfile(settings, staging / module.path / "config.json")
 
 
 def _complete(folder: Path) -> None:

@@ -50,11 +50,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_manifest(folder: Path, source: str, revision: str = "") -> Manifest:
     """Hash every file of the folder and write `manifest.json`."""
-    files = [path for path in sorted(folder.iterdir()) if path.name != MANIFEST]
+    files = {name: folder / name for name in _names(folder)}
     manifest = Manifest(
         source=source,
-        sha256={path.name: file_sha256(path) for path in files},
-        stamps={path.name: _stamp(path) for path in files},
+        sha256={name: file_sha256(path) for name, path in files.items()},
+        stamps={name: _stamp(path) for name, path in files.items()},
         revision=revision,
     )
     _write(folder, manifest)
@@ -97,8 +97,14 @@ def changed_files(folder: Path) -> list[str]:
     """Hash all files of an imported model; returns what is wrong with each file that is not as it was imported."""
     manifest = read_manifest(folder)
     found = list(_wrong(folder, manifest, list(manifest.sha256)))
-    others = sorted(path.name for path in folder.iterdir() if path.name not in {*manifest.sha256, MANIFEST})
+    others = [name for name in _names(folder) if name not in manifest.sha256]
     return found + [f"{name} was not imported" for name in others]
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a model, those in folders below it included, in order; without the manifest."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def file_sha256(path: Path) -> str:

@@ -45,7 +45,21 @@ def read_config_file(file: Path) -> ModelConfig:
         ConfigError: as `read_model_config`.
     """
     fields = JsonFields(file, read_json_object(file))
-    return replace(read_family(fields), eos_token_ids=_eos_token_ids(file.parent, fields))
+    model = replace(read_family(fields), eos_token_ids=_eos_token_ids(file.parent, fields))
+    return replace(model, gives_vectors=True, tied_embeddings=True) if has_pooling(file.parent) else model
+
+
+def has_pooling(folder: Path) -> bool:
+    """Whether a checkpoint makes vectors of hidden states, by the files of sentence-transformers. What exactly it does
+    with them is the gateway's to read."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return False
+    try:
+        modules = json.loads(file.read_bytes())
+        return any(str(module["type"]).endswith(".Pooling") for module in modules)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ConfigError(f"{file}: not a list of modules, each with a type: {error}") from error
 
 
 def _eos_token_ids(folder: Path, fields: JsonFields) -> tuple[int, ...]:
@@ -76,6 +90,8 @@ def model_fingerprint(folder: str | Path, dtype: str, quantization: str = "none"
     """
     essentials = asdict(read_model_config(folder))
     del essentials["eos_token_ids"]
+    if not essentials["gives_vectors"]:
+        del essentials["gives_vectors"]  # as it was before there were such models
     digest = hashlib.sha256(json.dumps([essentials, dtype, quantization], sort_keys=True).encode())
     files = weight_files(folder)
     share = min(1.0, FINGERPRINT_SAMPLE_BYTES / max(1, sum(file.stat().st_size for file in files)))

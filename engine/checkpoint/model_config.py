@@ -202,6 +202,8 @@ class ModelConfig:
     num_extra_layers: int = 0
     """Layers behind the last one that the checkpoint has for predicting further tokens, which are not read."""
     eos_token_ids: tuple[int, ...]
+    gives_vectors: bool = False
+    """No token is ever sampled: the checkpoint need not have an LM head, and the embedding stands in its place."""
     weight_format: WeightFormat | None = None
     """Format of quantized weights, which are dequantized when they are read; None where there are none."""
 

@@ -74,7 +74,7 @@ def load_parameters(
             if name in targets:
                 _fill(targets[name], name, reader, scales)
                 advance(targets[name].nbytes)
-        if config.tied_embeddings and LM_HEAD in stored:
+        if config.tied_embeddings and LM_HEAD in stored and not config.gives_vectors:
             _check_tied(reader, targets[EMBEDDING], stored[LM_HEAD])
     for layer, held in zip(local.layers, parameters.layers, strict=True):
         if layer.attention.latent is not None and held.latent is not None:

@@ -32,8 +32,9 @@ NOT_GENERATED = {
     "POST /v1/batches/{batch}/cancel",
     "GET /ui/requests/{request_id}",
 }
-"""Operations that may have no success: the model of these tests gives no vectors, the others need the id of something that exists,
-and `test_described` has them. Every other operation was answered with what the document says of success."""
+"""Operations that may have no success: the model of these tests gives no vectors, the others need the id of something
+that exists, and `test_described` has them. Every other operation was answered with what the document says of
+success."""
 NUM_EXAMPLES = 10
 """Generated requests of an operation, beside those for each value at an edge of the document."""
 

@@ -73,6 +73,12 @@ class TensorNames:
         return name
 
 
+WITHOUT_PREFIX = TensorNames(
+    renamed=(("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
+)
+"""Names of models that are also published without an LM head, for vectors: then the tensors have no `model.` before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Models that one function reads."""
@@ -191,6 +197,7 @@ INERT = frozenset(
         *("finetuning_task", "gradient_checkpointing", "initializer_factor", "initializer_range", "pretraining_tp"),
         *("id2label", "label2id", "problem_type", "prefix", "task_specific_params"),
         *("is_llama_config", "max_window_layers"),
+        *("classifier_from_token", "is_matryoshka", "is_original_qwen3_reranker", "matryoshka_dimensions"),
         *(
             "diversity_penalty",
             "encoder_no_repeat_ngram_size",
@@ -204,7 +211,8 @@ INERT = frozenset(
         *("num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p", "typical_p"),
     }
 )
-"""Fields that change nothing of what a decoder computes: notes on training, on a library, or on sampling."""
+"""Fields that change nothing of what a decoder computes: notes on training, on a library, on sampling, or on what is
+made of hidden states."""
 
 INERT_ENDS = ("_dropout", "_pdrop", "_token_id", "_token_index", "_version")
 INERT_BEGINNINGS = ("_", "unsloth", "transformers")

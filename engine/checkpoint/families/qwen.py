@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from disagg.engine.checkpoint.families.family import Family, check_silu, layer_windows, read_model, read_sizes
+from disagg.engine.checkpoint.families.family import (
+    WITHOUT_PREFIX,
+    Family,
+    check_silu,
+    layer_windows,
+    read_model,
+    read_sizes,
+)
 from disagg.engine.checkpoint.json_fields import JsonFields
 from disagg.engine.checkpoint.model_config import AttentionConfig, DenseConfig, LayerConfig, ModelConfig, QkNorm
 from disagg.engine.checkpoint.rope_fields import max_positions, read_rope
@@ -47,4 +54,10 @@ def read_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
 
 
 QWEN2 = Family(models="Qwen2, Qwen2.5", architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), read=_read_qwen2)
-QWEN3 = Family(models="Qwen3, dense", architectures=("Qwen3ForCausalLM",), model_types=("qwen3",), read=_read_qwen3)
+QWEN3 = Family(
+    models="Qwen3, dense; Qwen3-Embedding, Qwen3-Reranker",
+    architectures=("Qwen3ForCausalLM",),
+    model_types=("qwen3",),
+    read=_read_qwen3,
+    names=WITHOUT_PREFIX,
+)

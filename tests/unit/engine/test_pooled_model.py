@@ -3,6 +3,7 @@ cached prefix, and through the engine core."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from disagg.engine.commands import Add
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import Sequence
 from disagg.engine.runner.model_runner import TorchModelRunner
+from disagg.proto.errors import ConfigError
 from disagg.proto.messages import Pooling
 from tests.support.engine import end_of, handle_all, make_core, make_spec, run_until_idle
 from tests.support.stepping import chunk, make_runner, make_sequence
@@ -131,3 +133,32 @@ def test_through_the_engine_core_with_a_cached_head(folder: Path, reference: Any
         events = handle_all(core, Add(spec)) + run_until_idle(core)
         assert end_of(events, name).cached_tokens == cached
         assert_same(end_of(events, name).vector, expected(reference, token_ids, LAST))
+
+
+def test_a_checkpoint_of_vectors_has_no_head_and_no_prefix(tmp_path: Path) -> None:
+    """As Qwen3-Embedding is published: `tie_word_embeddings` may be false, and there is no LM head anyhow."""
+    import transformers
+
+    folder = make_checkpoint("qwen3", tmp_path / "whole")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    vectors = tmp_path / "vectors"
+    model.model.save_pretrained(vectors)
+    config = json.loads((folder / "config.json").read_text())
+    (vectors / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False, "is_matryoshka": True}))
+    (vectors / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Pooling"}]))
+    assert all(not name.startswith("model.") for name in read_names(vectors))
+    runner = make_runner(vectors)
+    result = runner.run(StepPlan((), (chunk(pooled(PROMPT, LAST), 0, 70),), pools=True))
+    (vector,) = result.vectors.values()
+    assert_same(vector, expected(model, PROMPT, LAST))
+
+    (vectors / "modules.json").unlink()
+    with pytest.raises(ConfigError, match=r"the weights lack lm_head\.weight"):
+        make_runner(vectors)
+
+
+def read_names(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return list(file.keys())

@@ -19,6 +19,9 @@ from disagg.cluster.models import files as model_files
 from disagg.proto.errors import ConfigError
 from tests.support.checkpoints import CHAT_TEMPLATE, llama_tensors, write_checkpoint
 
+CONFIGS = ["config.json", "generation_config.json", "sentence_bert_config.json", "modules.json", "*/config.json"]
+"""What is fetched of a model of the hub before its weights."""
+
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
@@ -92,6 +95,43 @@ def test_import_takes_weights_configs_and_tokenizer_and_nothing_else(cache: Path
     generation = json.loads((folder / "generation_config.json").read_bytes())
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 3]}
     assert names(cache) == ["tiny"]
+
+
+def test_import_takes_the_modules_of_a_model_of_vectors(cache: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    modules = [
+        {"type": "a.Transformer", "path": ""},
+        {"type": "a.Pooling", "path": "1_Pooling"},
+        {"type": "a.Normalize"},
+    ]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "sentence_bert_config.json").write_text("{}")
+    for name in ("1_Pooling", "onnx"):
+        (source / name).mkdir()
+        (source / name / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    (source / "1_Pooling/others.bin").write_text("")
+    folder = models.import_model(str(source), cache=cache)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    assert {"1_Pooling/config.json", "modules.json", "sentence_bert_config.json"} < manifest["sha256"].keys()
+    assert names(folder / "1_Pooling") == ["config.json"]
+    assert not (folder / "onnx").exists()
+    model_files.check_files(folder)
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": false}')
+    assert len(model_files.changed_files(folder)) == 1
+    with pytest.raises(ConfigError, match=r"1_Pooling/config\.json"):
+        model_files.check_files(folder)
+
+
+@pytest.mark.parametrize("path", ["..", "../tiny", "a/b"])
+def test_modules_outside_of_the_folder_are_refused(cache: Path, tmp_path: Path, path: str) -> None:
+    source = write_checkpoint(tmp_path / "tiny")
+    (source / "a/b").mkdir(parents=True)
+    for folder in (source / "a/b", tmp_path):
+        (folder / "config.json").write_text("{}")
+    (source / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": path}]))
+    with pytest.raises(ConfigError, match="is not the name of a folder"):
+        models.import_model(str(source), cache=cache)
+    assert names(cache) == []
 
 
 def test_manifest_holds_the_source_and_a_hash_of_each_file(cache: Path, tmp_path: Path) -> None:
@@ -393,7 +433,7 @@ def test_a_commit_of_the_hub_is_asked_for_and_noted(
     ) -> str | list[Any]:
         if dry_run:
             return [SimpleNamespace(filename="tokenizer.json", file_size=123_000_000, will_download=True)]
-        if allow_patterns != ["config.json", "generation_config.json"]:
+        if allow_patterns != CONFIGS:
             asked.append((hub_id, revision))
         shutil.rmtree(tmp_path / hub_id, ignore_errors=True)
         return str(write_checkpoint(tmp_path / hub_id / commit))
@@ -422,7 +462,7 @@ def test_a_model_of_the_hub_that_is_not_served_is_refused_before_its_weights_are
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConfigError, match="`quant_method` 'hqq' is not supported"):
         models.import_model("owner/Tiny", cache=cache)
-    assert asked == [["config.json", "generation_config.json"]]
+    assert asked == [CONFIGS]
     assert names(cache) == []
 
 
@@ -443,5 +483,5 @@ def test_a_model_of_the_hub_without_a_tokenizer_is_refused_before_its_weights_ar
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConfigError, match=r"^model import: owner/Tiny has no tokenizer\.json \(other formats"):
         models.import_model("owner/Tiny", cache=cache)
-    assert asked == [["config.json", "generation_config.json"]]
+    assert asked == [CONFIGS]
     assert names(cache) == []
