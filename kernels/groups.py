@@ -62,14 +62,14 @@ class CodedWeight:
 
     def dequantized(self) -> Tensor:
         """The weight that it stands for, in bf16."""
-        return self.groups.weight(self.code_OI.unflatten(1, (-1, GROUP)))
+        return self.groups.weight(torch.unflatten(self.code_OI, 1, (-1, GROUP)))
 
 
 def find_codes(weight_OI: Tensor, groups: Groups) -> CodedWeight | None:
     """The codes of a weight in bf16; None where not each of its numbers is that of a code."""
     if weight_OI.dtype != torch.bfloat16 or weight_OI.shape[1] != groups.scale_OG.shape[1] * GROUP:
         return None
-    values_OGK = weight_OI.float().unflatten(1, (-1, GROUP))
+    values_OGK = torch.unflatten(weight_OI.float(), 1, (-1, GROUP))
     scale_OG1 = groups.scale_OG.float()[..., None]
     if groups.offset_OG is not None and groups.offset == "minimum":
         values_OGK -= groups.offset_OG.float()[..., None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from disagg.engine.commands import Add, Ended, Event, Release
+from disagg.engine.commands import Add, Ended, Event, FetchOrdered, Release
 from disagg.engine.shell.role import RoleContext
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import Dispatch, Migrate, PeerRef, RoleName, TransferCount
@@ -52,6 +52,14 @@ class PooledRole:
 
     def connect(self, peer: PeerRef) -> None:
         """Nothing to do: nothing is handed over."""
+
+    def fetch(self, order: FetchOrdered) -> None:
+        """Nothing to do: the decode role receives."""
+
+    @property
+    def num_served_fetches(self) -> int:
+        """None: the prefill role sends."""
+        return 0
 
     def migrate(self, message: Migrate, gateway_id: GatewayId) -> None:
         """Nothing to do: only sequences that decode move."""

@@ -52,6 +52,9 @@ _TAUGHT = 384
 """Tokens of the prefix by which a new core learns how fast the tier is."""
 
 
+_MOST_FILES = 4096
+
+
 class SlowFiles(ExtentFiles):
     """Files of which each takes a given time to read, at least."""
 
@@ -88,7 +91,7 @@ class Worker:
         observes: bool = True,
     ) -> None:
         self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
-        self._disk = TierDisk(files) if files is not None else None
+        self._disk = TierDisk(files, _MOST_FILES) if files is not None else None
         if files is None or self._disk is None:
             config = msgspec.structs.replace(config, tiers=None)
         else:

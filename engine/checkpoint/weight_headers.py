@@ -14,8 +14,8 @@ from disagg.proto.errors import ConfigError
 
 GROUPS_FILE: Final = "groups.safetensors"
 """File beside the weights of a checkpoint that was dequantized at import: from it weights get back into fewer bits. Of
-each such tensor NAME [out, in] it has `NAME.scale` [out, in / 32] in fp16, and `NAME.minimum` or `NAME.zero` where there
-are any. It changes nothing of what a model computes."""
+each such tensor NAME [out, in] it has `NAME.scale` [out, in / 32] in fp16, and `NAME.minimum` or `NAME.zero` where
+there are any. It changes nothing of what a model computes."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 _WIDTHS: Final[Mapping[str, int]] = {

@@ -29,7 +29,7 @@ class GroupScales:
     def put(self, part: Tensor, groups: Groups) -> None:
         """Keep the scales of a part of a weight: rows and columns of a contiguous one, columns in whole groups."""
         memory, inputs = part.untyped_storage(), part.stride(0)
-        rows, columns = divmod(part.storage_offset(), inputs)
+        rows, columns = divmod(int(part.storage_offset()), inputs)
         if part.stride(1) != 1 or inputs % GROUP or columns % GROUP or part.shape[1] % GROUP:
             return
         shape = (memory.nbytes() // part.element_size() // inputs, inputs // GROUP)

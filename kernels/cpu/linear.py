@@ -1,10 +1,10 @@
-"""Weights packed for `linear.cpp`, in bf16, int8, fp32 or codes: one form serves any number of rows, from one decode to a
-prefill chunk.
+"""Weights packed for `linear.cpp`, in bf16, int8, fp32 or codes: one form serves any number of rows, from one decode to
+a prefill chunk.
 
 Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of a panel is that of
-`panels.h`, of codes that of `groups.h`. Products are deterministic, and a row's result is the same to the bit whatever rows are computed beside it,
-on all processors of one arithmetic. Threads take panels of columns. What follows a GEMM in the decoder (silu(gate) *
-up; residual and norm) can be done in the same call.
+`panels.h`, of codes that of `groups.h`. Products are deterministic, and a row's result is the same to the bit whatever
+rows are computed beside it, on all processors of one arithmetic. Threads take panels of columns. What follows a GEMM in
+the decoder (silu(gate) * up; residual and norm) can be done in the same call.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def _check_packed(
     """That these are the parts of a packed weight of this size, or of the weights of so many experts. Raises
     `ValueError`."""
     if packed.dim() == 3 and not experts and (packed.dtype, packed.shape[2]) in _CODE_KINDS:
-        shape = (-(-out_features // COLUMNS), in_features // GROUP, packed.shape[2])
-        if packed.shape != shape or in_features % GROUP or scale is not None or not packed.is_contiguous():
-            raise ValueError(f"packed codes are {list(packed.shape)}, not {list(shape)}")
+        coded_shape = (-(-out_features // COLUMNS), in_features // GROUP, packed.shape[2])
+        if packed.shape != coded_shape or in_features % GROUP or scale is not None or not packed.is_contiguous():
+            raise ValueError(f"packed codes are {list(packed.shape)}, not {list(coded_shape)}")
         return
     shape = (*experts, -(-out_features // COLUMNS), -(-in_features // 2), 2 * COLUMNS)
     dtypes = (torch.bfloat16, torch.float32) if scale is None else (torch.uint8,)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from disagg.engine.commands import TierAnswer, TierRead, TierScanned, TierWritten
+from disagg.engine.commands import TierAnswer, TierForgotten, TierRead, TierScanned, TierWritten
 from disagg.engine.plan import Buffer
 from disagg.engine.tiers.extents import Extent
 from disagg.engine.tiers.store import DiskPort
@@ -46,8 +46,8 @@ class TierFolder(DiskPort):
         """Whether another write may be ordered."""
         return len(self._writes) < MOST_WRITES
 
-    def scan(self) -> None:
-        """Answer with the files that there are, in no time."""
+    def scan(self, *, anew: bool) -> None:
+        """Answer with the files that there are, in no time; nobody else writes there, so `anew` is always so."""
         self._loop.at(self._loop.now, self._scanned)
 
     def _scanned(self) -> None:
@@ -69,6 +69,11 @@ class TierFolder(DiskPort):
         """Delete files, in no time."""
         for extent in extents:
             self._files.pop(extent, None)
+
+    def forget(self, tag: bytes) -> None:
+        """Delete the files of a tenant, in no time."""
+        self.delete([extent for extent in self._files if extent.tag == tag])
+        self._post(TierForgotten(tag, True))
 
     def _written(self, number: int, extent: Extent) -> None:
         self._files[extent] = None

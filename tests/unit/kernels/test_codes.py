@@ -64,7 +64,8 @@ def test_codes_are_found_in_what_was_dequantized(offset: Offset) -> None:
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_a_number_that_no_code_stands_for_is_no_weight_of_codes(offset: Offset) -> None:
     weight = coded(offset, 40, 96)
-    for value in (1000.0, -1000.0, float("nan"), weight.dequantized()[17, 50].item() + weight.groups.scale_OG[17, 1].item() / 2):
+    between = weight.dequantized()[17, 50].item() + weight.groups.scale_OG[17, 1].item() / 2
+    for value in (1000.0, -1000.0, float("nan"), between):
         other = weight.dequantized()
         other[17, 50] = value
         assert find_codes(other, weight.groups) is None
