@@ -378,11 +378,12 @@ class SendWindow(ChunkWindow[SentChunk]):
 
     def cut(self, attempt: SendAttempt) -> list[SentChunk]:
         """The next chunks of `attempt`, as many as there are free slots; to be gathered now. Windows of a sequence that
-        grows still move on, so they follow when it is held."""
+        grows still move on, so they follow when it is held. Of a prefix one chunk is gathered at a time: between two
+        steps, for which the sequences of this worker wait."""
         chunks = []
         num_planned, complete = attempt.num_planned, attempt.complete
         for group in range(1 if attempt.is_growing else len(self._groups)):
-            while self._slots.num_free:
+            while self._slots.num_free and not (attempt.is_prefix and attempt.num_gathering):
                 start = attempt.next_tokens[group]
                 tokens = next_chunk(start, num_planned, self._chunk_tokens[group], complete=complete)
                 if tokens is None:

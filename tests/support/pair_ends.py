@@ -185,6 +185,8 @@ class CheckedSender(CheckedEnd):
             case Gather(key, seq):
                 self._begin_use(command.out.base, (key, seq))
                 self._gathers[key, seq] = command
+                if key in self._pair.fetches:
+                    assert sum(each == key for each, _ in self._gathers) == 1
             case End(key) | Release(key):
                 assert not any(gathering == key for gathering, _ in self._gathers)
         self._pair.p.commands.append(command)
