@@ -97,14 +97,15 @@ class Peer:
     def offer(self, request: str = "a", num_tokens: int = 20) -> None:
         self.link.on_message(Offer(spec=spec_of(request, num_tokens)))
 
-    def announce(self, seq: int, request: str = "a") -> None:
+    def announce(self, seq: int, request: str = "a", first_token: int = 0) -> None:
+        """Chunk `seq` of ten tokens each, from `first_token` on."""
         header = ChunkHeader(
             request_id=RequestId(request),
             attempt=1,
             generation=1,
             seq=seq,
-            start_token=10 * seq,
-            end_token=10 * seq + 10,
+            start_token=first_token + 10 * seq,
+            end_token=first_token + 10 * seq + 10,
             nbytes=10 * BYTES_PER_TOKEN,
             checksum=checksum(PAYLOAD),
         )
