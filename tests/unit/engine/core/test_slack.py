@@ -106,8 +106,10 @@ class TestRoom:
         ask(scheduler, "b", 16, with_(tpot_s=0.0084))
         plan(scheduler, 0.010)
         ask(scheduler, "c", 640)
+        assert scheduler.has_time()
         # b at 0.023: 0.98 * 99 * 8.4 - 1.2 * 99 * 7 < 0. a alone would leave 970.2 - 13 - 1.2 * 98 * 7 = 134.
         assert plan(scheduler, 0.023) == (["a", "b"], {})
+        assert not scheduler.has_time()
 
     def test_an_unknown_length_is_guessed_short(self) -> None:
         """A tenth of 200 tokens that are expected: one out, 19 to come, 186.2 - 1.2 * 114 = 49.4 ms, less 6."""
