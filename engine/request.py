@@ -195,7 +195,7 @@ class Sequence:
         count."""
         if self.state is SequenceState.WAITING:
             return self.num_uncomputed_tokens
-        if self.state is SequenceState.LOADING and not self.is_prefix:
+        if self.state is SequenceState.LOADING:
             return self.num_tokens - max(self.num_computed_tokens, self.loading_tokens)
         if self.state not in (SequenceState.RUNNING, SequenceState.SUSPENDED):
             return 0

@@ -170,6 +170,7 @@ def test_blocks_are_used_as_they_are_filled_in_order() -> None:
     plain = make_core(64)
     handle_all(plain, Add(make_spec("a", PROMPT)))
     assert token_ids_of(events, "a") == token_ids_of(run_until_idle(plain), "a")
+    assert core.load().blocks_copied == 0  # they are evicted last
     totals = core.totals()
     assert (totals.cached_tokens, totals.fetched_tokens, dict(totals.fetches)) == (64, 64, {"failed": 1})
     assert_idle(core)
@@ -211,6 +212,19 @@ def test_a_fetch_for_which_nobody_waits_any_more_is_given_up() -> None:
     assert core.audit()[0]["fetches"] == 1
     assert handle_all(core, FetchOver(KEY, "done")) == []
     assert dict(core.totals().fetches) == {}
+    assert_idle(core)
+
+
+def test_a_prefix_lives_for_as_long_as_somebody_waits_for_it() -> None:
+    core = make_core(64)
+    order = order_of(core, make_spec("a", PROMPT), timeout_ms=100.0)
+    handle_all(core, fetch_of(make_spec("b", PROMPT), timeout_ms=300.0), Add(make_spec("b", PROMPT)))
+    handle_all(core, Reserve(order.spec, is_prefix=True))
+    core.step(0.2)
+    assert core.audit()[0]["blocks_reserved"] >= 16
+    assert handle_all(core, scatter(0, kv_of(PROMPT))) == [Scattered(KEY, 0, ok=True)]
+    handle_all(core, Release(KEY), FetchOver(KEY, "failed"), now=0.2)
+    run_until_idle(core, 0.2)
     assert_idle(core)
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from disagg.engine.commands import Add, Release, Reserve, ReserveRefused
+from disagg.proto.handover import Commit
 from disagg.proto.ids import BlockHash, RequestId
 from disagg.proto.token_ids import pack_token_ids
 from tests.support.pair import BYTES_PER_TOKEN, WorkerPair, prompt_of, spec_of
@@ -157,6 +158,19 @@ def test_a_damaged_chunk_is_not_used() -> None:
     assert pair.answer(key) == pair.expected(key)
     assert (pair.fetched[key].outcome, pair.fetched[key].tokens) == ("failed", 0)
     assert pair.wire.num_corrupted == 1
+    assert_at_rest(pair)
+
+
+def test_a_prefix_that_is_committed_with_a_token_ends_the_pair() -> None:
+    pair = pair_with_prefix()
+    pair.tampers["to_d"] = lambda message: (
+        [msgspec.structs.replace(message, token_id=1)] if isinstance(message, Commit) else [message]
+    )
+    key = pair.fetch(spec_of("a", PROMPT), end_token=PREFIX)
+    pair.run()
+    assert pair.receiver.machine.counters["violations"] == 1
+    assert pair.answer(key) == pair.expected(key)
+    assert pair.fetched[key].outcome == "failed"
     assert_at_rest(pair)
 
 

@@ -82,6 +82,7 @@ def plus(number: int) -> Callable[[int], int]:
         changed(Commit, num_chunks=plus(1)),
         changed(Commit, num_chunks=plus(-1)),
         changed(Commit, token_id=-1),
+        changed(Commit, token_id=None),  # only a prefix has none
     ],
 )
 def test_a_header_or_commit_that_lies_closes_the_pair(lie: Callable[[Message], list[Message]]) -> None:
