@@ -74,6 +74,9 @@ class Fetches:
         try:
             answer = await self._channel_to(peer).ask(fetch, order.spec.timeout_s)
         except FetchError as error:
+            if error.is_late:
+                self.over(order.key, "late", str(error))
+                return
             self._drop(peer)
             logger.warning("%s: no answer from %s: %s; its prompt is computed", order.key, peer.worker_id, error)
             self.over(order.key, "failed", str(error))

@@ -291,6 +291,8 @@ class DecodeRole:
                 fetches.over(over.key, "done")
             case Cause(Failure.REFUSED, detail):  # this worker has no blocks for it
                 fetches.over(over.key, "refused", detail)
+            case Cause(Failure.DEADLINE, detail):  # of the source
+                fetches.over(over.key, "late", detail)
             case cause:
                 fetches.over(over.key, "failed", cause.detail)
 

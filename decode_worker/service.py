@@ -47,7 +47,11 @@ class Pair(Protocol):
 
 
 class FetchError(Exception):
-    """No answer of the source of a prefix, or none that can be read."""
+    """No answer of the source of a prefix, or none that can be read. `is_late`: no fault is known but its silence."""
+
+    def __init__(self, detail: str, *, is_late: bool = False) -> None:
+        super().__init__(detail)
+        self.is_late = is_late
 
 
 class FetchChannel:
@@ -70,7 +74,8 @@ class FetchChannel:
             frame = await self._call(encode(fetch), timeout=timeout_s, metadata=self._metadata)
             answer: FetchAnswer = self._decode(frame)
         except grpc.aio.AioRpcError as error:
-            raise FetchError(f"{error.code().name}: {error.details()}") from error
+            is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            raise FetchError(f"{error.code().name}: {error.details()}", is_late=is_late) from error
         except msgspec.MsgspecError as error:
             raise FetchError(f"a bad answer: {error}") from error
         return answer

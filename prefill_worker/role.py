@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from disagg.engine.commands import Ended, Event, Export, Exported, FetchOrdered, Gathered, Pinned, PrefillComputed
 from disagg.engine.config import kv_stays_private
-from disagg.engine.kv_transfer.commands import Cause, SendOutcome, SendOver
+from disagg.engine.kv_transfer.commands import DEADLINE, Cause, SendOutcome, SendOver, ended_on_prefill
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
 from disagg.prefill_worker.link import DecodeLink, LinkCallbacks
@@ -235,7 +235,10 @@ class PrefillRole:
         match event:
             case PrefillComputed():
                 self._on_computed(event)
-            case Ended() if not self._serves(event.key):
+            case Ended() if self._serves(event.key):
+                link.cancel(event.key, DEADLINE if event.reason == "deadline" else ended_on_prefill(event.reason))
+                return
+            case Ended():
                 self._on_ended(event)
             case _:
                 """Nothing for the gateway. A link ignores the events of the decode role, which has moves, too."""

@@ -146,6 +146,31 @@ async def test_a_source_without_an_answer_has_failed_and_gets_a_new_channel(chan
         it.over("refused", "busy")
 
 
+async def test_silence_is_no_fault(channels: list[PlayedChannel]) -> None:
+    async with bench() as it:
+        await it.order()
+        channels[0].answer.set_exception(FetchError("DEADLINE_EXCEEDED: no answer", is_late=True))
+        await settle()
+        it.over("late", "DEADLINE_EXCEEDED: no answer")
+        assert not channels[0].closed
+
+
+async def test_the_deadline_of_the_source_is_no_fault(channels: list[PlayedChannel]) -> None:
+    async with bench() as it:
+        peer = await it.paired()
+        await it.order()
+        it.offer(peer)
+        it.context.command(Reserve)
+        it.role.on_event(Reserved(ORDER.key, 0))
+        peer.said()
+        detail = "the deadline passed"
+        peer.link.on_message(
+            Abort(request_id=RequestId(NAME), attempt=1, failure=handover.Failure.DEADLINE, detail=detail)
+        )
+        assert it.context.commands() == [Release(ORDER.key), FetchOver(ORDER.key, "late", detail)]
+        assert it.idle()
+
+
 async def test_an_order_that_is_given_up_takes_no_offer(channels: list[PlayedChannel]) -> None:
     async with bench() as it:
         peer = await it.paired()

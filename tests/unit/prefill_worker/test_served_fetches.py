@@ -19,6 +19,7 @@ from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import (
     Abort,
+    AbortAck,
     ChunkDone,
     ChunkHeader,
     ClearToSend,
@@ -289,6 +290,18 @@ async def test_a_prefix_that_the_engine_ended_is_no_end_for_a_gateway() -> None:
         it.role.on_event(Ended(prefix_of().key, GatewayId(""), "deadline"))
         assert it.held() == {}
         assert it.context.ends == []
+
+
+async def test_the_other_worker_hears_that_it_took_too_long(streams: list[PlayedStream]) -> None:
+    async with bench() as it:
+        await it.granted()
+        await it.form(streams[0])
+        streams[0].message(Offer)
+        it.role.on_event(Ended(prefix_of().key, GatewayId(""), "deadline"))
+        assert streams[0].message(Abort).failure is Failure.DEADLINE
+        streams[0].say(AbortAck(request_id=RequestId("fetch-a"), attempt=1))
+        await settle()
+        assert it.held() == {}
 
 
 async def test_a_worker_that_stops_answers() -> None:

@@ -154,6 +154,7 @@ def test_blocks_are_used_as_they_are_filled_in_order() -> None:
         assert handle_all(core, scatter(number, kv)) == [Scattered(KEY, number, ok=True)]
         assert len(core.prefix_snapshot().hashes) == num_cached
     assert handle_all(core, Release(KEY)) == []
+    assert (core.load().blocks_cached, core.load().blocks_copied) == (4, 0)  # they are evicted last
     (ended,) = handle_all(core, FetchOver(KEY, "failed", "the pair broke"), now=0.5)
     message = Fetched(
         request_id=key_of("a").request_id,
@@ -170,7 +171,6 @@ def test_blocks_are_used_as_they_are_filled_in_order() -> None:
     plain = make_core(64)
     handle_all(plain, Add(make_spec("a", PROMPT)))
     assert token_ids_of(events, "a") == token_ids_of(run_until_idle(plain), "a")
-    assert core.load().blocks_copied == 0  # they are evicted last
     totals = core.totals()
     assert (totals.cached_tokens, totals.fetched_tokens, dict(totals.fetches)) == (64, 64, {"failed": 1})
     assert_idle(core)
