@@ -76,7 +76,7 @@ def test_each_dispatch_is_taken_by_one_role() -> None:
                 taken[worker, name] = [type(role).__name__ for role in roles if role.takes(dispatch)]
         assert taken == {
             ("prefill", "pooled"): ["PooledRole"],
-            ("prefill", "alone"): ["DecodeRole"],  # a worker with the prefill role only does not have it
+            ("prefill", "alone"): [],  # it has the decode role where it fetches prefixes, and for that only
             ("prefill", "pair"): ["PrefillRole"],
             ("decode", "pooled"): [],
             ("decode", "alone"): ["DecodeRole"],
