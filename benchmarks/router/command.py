@@ -3,7 +3,8 @@
     python -m benchmarks.router [--workers 10 100 1000] [--blocks 100000 1000000 10000000] [--json FILE]
 
 Placements (placements.py): whole requests through `RouterCore.handle`, for each number of workers (half
-P, half D) and of indexed blocks, each in a process of its own. The aim is 10,000 per second with 1,000 workers.
+P, half D) and of indexed blocks, without and with tiers of KV and fetches, each in a process of its own. The aim is
+10,000 per second with 1,000 workers.
 
 Lookups (lookups.py): `PrefixIndex` against Dynamo's `RadixTree`, where the optional package
 `ai-dynamo-runtime` can be imported. It may be in another environment, which needs `msgspec` and `rich` too:
@@ -34,13 +35,15 @@ Row = dict[str, Any]
 
 
 def placements(options: argparse.Namespace) -> list[Row]:
-    """One row per number of workers and of blocks. Every one has a process of its own, for the sake of its memory."""
+    """Two rows per number of workers and of blocks. Every one has a process of its own, for the sake of its memory."""
     rows: list[Row] = []
     for num_workers in options.workers:
         for num_blocks in options.blocks:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 arguments = (options.requests, options.repeats, options.policy, options.clock)
-                rows.append(pool.submit(measure_placements, num_workers, num_blocks, *arguments).result())
+                for tiers in (False, True):
+                    run = pool.submit(measure_placements, num_workers, num_blocks, *arguments, tiers=tiers)
+                    rows.append(run.result())
     return rows
 
 
@@ -68,9 +71,10 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     less."""
     figures: dict[str, float] = {}
     for row in sorted((row for row in rows if row["part"] == "placements"), key=lambda row: row["indexed_blocks"]):
-        figures[f"placements_per_s_{row['workers']}"] = row["placements_per_s"]
-        figures[f"lives_per_s_{row['workers']}"] = row["lives_per_s"]
-        figures[f"submit_p99_us_{row['workers']}"] = row["submit_p99_us"]
+        name = f"{row['workers']}_tiers" if row.get("tiers") else f"{row['workers']}"
+        figures[f"placements_per_s_{name}"] = row["placements_per_s"]
+        figures[f"lives_per_s_{name}"] = row["lives_per_s"]
+        figures[f"submit_p99_us_{name}"] = row["submit_p99_us"]
     ratios = [row[name] for row in rows for name in ("over_radix_tree", "over_radix_tree_cpu") if name in row]
     if ratios:
         figures["lookups_over_radixtree"] = min(ratios)
@@ -80,6 +84,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 PLACEMENT_COLUMNS = (
     "workers",
     "indexed_blocks",
+    "tiers",
     "placements_per_s",
     "lives_per_s",
     "submit_p50_us",

@@ -24,6 +24,7 @@ import msgspec
 from disagg.cluster.system.process_tools import freeze_start
 from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
+    HASHES_PER_EXTENT,
     BlocksRemoved,
     BlocksSnapshot,
     BlocksStored,
@@ -36,8 +37,11 @@ from disagg.proto.messages import (
     Sampling,
     StepSample,
     StepUpdate,
+    TierCounts,
+    TierName,
     TokenOut,
     WorkerInfo,
+    WorkerMetrics,
     WorkerReport,
 )
 from disagg.proto.token_ids import pack_token_ids, slice_token_ids
@@ -64,6 +68,7 @@ IN_FLIGHT_PER_WORKER = 2
 CACHED_TURNS = 8
 """Sessions beside the first ones that a worker keeps."""
 
+_TIER_TIMES = (TierCounts(name="host", extent_ms=0.1), TierCounts(name="disk", extent_ms=1.0))
 _INCARNATION = Incarnation("1")
 _ROOT = BlockHash(b"root")
 _LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=2, head_dim=4, dtype="fake", bytes_per_token=1024)
@@ -85,9 +90,10 @@ _CALIBRATION = tuple(
 
 
 class Holdings:
-    """What the workers of one cluster have: the system prompts, first sessions that stay, and the latest turns."""
+    """What the workers of one cluster have: the system prompts, first sessions that stay, and the latest turns. With
+    `tiers` each first session is also in the host memory of one prefill worker, and on the disk of another."""
 
-    def __init__(self, num_workers: int, num_blocks: int, seed: int) -> None:
+    def __init__(self, num_workers: int, num_blocks: int, seed: int, *, tiers: bool = False) -> None:
         self.rng = random.Random(seed)
         self.prefills = [WorkerId(f"p{number}") for number in range(num_workers // 2)]
         self.decodes = [WorkerId(f"d{number}") for number in range(num_workers - num_workers // 2)]
@@ -96,12 +102,18 @@ class Holdings:
         self.first_of: dict[WorkerId, set[int]] = {worker_id: set() for worker_id in self.prefills + self.decodes}
         """The sessions that a worker has from the beginning."""
         self.latest_of: dict[WorkerId, OrderedDict[int, list[tuple[BlockHash, ...]]]] = defaultdict(OrderedDict)
+        self.tiers_of: dict[TierName, defaultdict[WorkerId, list[BlockHash]]] = {}
+        """The extents that the tiers of a worker have."""
+        if tiers:
+            self.tiers_of = {"host": defaultdict(list), "disk": defaultdict(list)}
         num_made = NUM_PROMPTS * PROMPT_BLOCKS
         while num_made < num_blocks:
             own = self.blocks(self.rng.randint(*SESSION_BLOCKS) - PROMPT_BLOCKS + 1)
             for workers in (self.prefills, self.decodes):
                 self.first_of[self.rng.choice(workers)].add(len(self.sessions))
             self.sessions.append(self.rng.choice(self.prompts) + own)
+            for extents_of in self.tiers_of.values():
+                extents_of[self.rng.choice(self.prefills)] += _extents(self.sessions[-1])
             num_made += len(own)
         self.num_blocks = num_made
 
@@ -112,7 +124,8 @@ class Holdings:
     def snapshot(self, worker_id: WorkerId) -> BlocksSnapshot:
         """The blocks that a worker holds at first."""
         chains = [*self.prompts, *(self.sessions[number][PROMPT_BLOCKS:] for number in self.first_of[worker_id])]
-        return BlocksSnapshot(hashes=tuple(block for chain in chains for block in chain))
+        tiers = {tier: tuple(dict.fromkeys(extents_of[worker_id])) for tier, extents_of in self.tiers_of.items()}
+        return BlocksSnapshot(hashes=tuple(block for chain in chains for block in chain), tiers=tiers)
 
     def store(
         self, worker_id: WorkerId, session: int, hashes: tuple[BlockHash, ...], num_old: int
@@ -130,6 +143,10 @@ class Holdings:
             for piece in reversed(pieces):
                 evicted += reversed(piece)
         return num_cached, BlocksStored(hashes=hashes[num_cached:]), BlocksRemoved(hashes=tuple(evicted))
+
+
+def _extents(chain: Sequence[BlockHash]) -> Sequence[BlockHash]:
+    return chain[HASHES_PER_EXTENT - 1 :: HASHES_PER_EXTENT]
 
 
 class Running(msgspec.Struct, eq=False, gc=False):
@@ -150,16 +167,24 @@ class Traffic:
     """A core and the requests in it. Owner of the clock that both see."""
 
     def __init__(
-        self, num_workers: int, num_blocks: int, policy: PolicyName, clock_ns: Callable[[], int], seed: int = 0
+        self,
+        num_workers: int,
+        num_blocks: int,
+        policy: PolicyName,
+        clock_ns: Callable[[], int],
+        seed: int = 0,
+        *,
+        tiers: bool = False,
     ) -> None:
-        self.holdings = Holdings(num_workers, num_blocks, seed)
+        self.holdings = Holdings(num_workers, num_blocks, seed, tiers=tiers)
         self.core = RouterCore(RouterConfig(policy=policy, num_traces=1000), GatewayId("g0"))
         self.now = 0.0
         self.times_ns = no_times()
         """What `handle` took, by kind of event."""
         self._clock_ns = clock_ns
         self.num_finished = 0
-        self.num_placed_alone = 0
+        self.num_placed_alone = self.num_fetches = 0
+        self._tiers = tiers
         self._num_requests = 0
         self._sequences: defaultdict[WorkerId, int] = defaultdict(int)
         self._running: dict[RequestId, Running] = {}
@@ -211,6 +236,7 @@ class Traffic:
                 running.first, running.attempt = command.worker_id, spec.attempt
                 running.decode = None if peer is None else peer.worker_id
                 self.num_placed_alone += peer is None
+                self.num_fetches += command.message.fetch is not None
                 self._under_way.append(self._steps(running))
             elif isinstance(command, events.Finish):
                 del self._running[command.request_id]
@@ -233,6 +259,8 @@ class Traffic:
             token_budget=2048,
             max_model_len=16384,
             calibration=_CALIBRATION,
+            tiers=("host", "disk") if self._tiers and role == "prefill" else (),
+            fetches=self._tiers,
         )
         self._handle("up", events.WorkerUp(info))
         self._report("snapshot", worker_id, self.holdings.snapshot(worker_id))
@@ -304,6 +332,7 @@ class Traffic:
             load=Load(num_running=4, steps=self._sequences[worker_id]),
             kv_events=kv_events,
             steps=(_STEP,),
+            metrics=WorkerMetrics(tiers=_TIER_TIMES) if self._tiers and kind == "snapshot" else None,
         )
         self._sequences[worker_id] += 1
         self._handle(kind, events.WorkerReported(report))
@@ -314,13 +343,20 @@ CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "cpu": tim
 
 
 def measure_placements(
-    num_workers: int, num_blocks: int, num_requests: int, repeats: int, policy: PolicyName, clock: str
+    num_workers: int,
+    num_blocks: int,
+    num_requests: int,
+    repeats: int,
+    policy: PolicyName,
+    clock: str,
+    *,
+    tiers: bool = False,
 ) -> dict[str, Any]:
     """One row: rates over whole requests (median of `repeats` runs of `num_requests`), and what one event of each kind
     takes. The first run is not counted."""
     before_mib = _resident_mib()
     started = time.perf_counter()
-    traffic = Traffic(num_workers, num_blocks, policy, CLOCKS[clock])
+    traffic = Traffic(num_workers, num_blocks, policy, CLOCKS[clock], tiers=tiers)
     setup_s, resident_mib = time.perf_counter() - started, _resident_mib() - before_mib
     freeze_start()  # as a gateway does when its workers have greeted
     traffic.run(num_requests)
@@ -341,6 +377,7 @@ def measure_placements(
         "part": "placements",
         "policy": policy,
         "clock": clock,
+        "tiers": tiers,
         "workers": num_workers,
         "indexed_blocks": traffic.holdings.num_blocks,
         "requests": num_requests * repeats,
@@ -350,6 +387,7 @@ def measure_placements(
         "submit_p50_us": round(percentile(submit_us, 50), 1),
         "submit_p99_us": round(percentile(submit_us, 99), 1),
         "longest_event_ms": round(max(map(max, all_times.values())) / 1e6, 1),
+        "fetches": round(traffic.num_fetches / traffic.num_finished, 3),
         "placed_alone": round(traffic.num_placed_alone / traffic.num_finished, 3),
         "resident_mib": round(resident_mib),
         "setup_s": round(setup_s, 1),

@@ -5,9 +5,9 @@ computing it. Pure.
     a tier    max(wait, load) and prefill of what is behind it
     a peer    max(wait, fetch) and prefill of what is behind it, and the delay of the source's sequences
 
-A fetch from a peer takes what the source's present step takes, the time to form the connection, and the transfer. The
-worker decides by itself whether it loads from its tiers when the request is there (`engine/tiers/load_times.py`); a
-fetch is asked for with the dispatch. Either counts only if it wins clearly, because what is reported of workers is a
+A fetch from a peer takes a few steps of both ends, the time to form the connection, and the transfer. The worker
+decides by itself whether it loads from its tiers when the request is there (`engine/tiers/load_times.py`); a fetch is
+asked for with the dispatch. Either counts only if it wins clearly, because what is reported of workers is a
 little old.
 """
 
@@ -29,6 +29,9 @@ WON_BY, WON_BY_MS = 1.1, 5.0
 """A load or a fetch must save more than the time it takes by this factor, and these milliseconds more."""
 MAX_HOLDERS, MAX_SOURCES = 4, 2
 """Most workers with the longest prefixes among which sources are looked for, and most sources that are compared."""
+NUM_TURNS = 2
+"""Steps of each end for which a fetch waits: at the source until it has pinned the KV, and until it copies it; at the
+other end until room is reserved, and until the KV is copied into it."""
 _GATHER_BYTE_MS = 0.33e-6
 """Milliseconds for which a source's engine is held up by the copy of a byte: 3 GB/s (ADR 92)."""
 
@@ -39,11 +42,11 @@ class Source(NamedTuple):
     worker: Worker
     tokens: int
     """Leading tokens that it has: a multiple of `EXTENT_TOKENS`."""
-    wait_ms: float
-    """Milliseconds until the end of a step there, before which it sends nothing."""
+    step_ms: float
+    """Milliseconds of a step there, see `step_ms`."""
 
 
-def source_wait_ms(worker: Worker) -> float:
+def step_ms(worker: Worker) -> float:
     """Milliseconds of a step of the worker as it is now; 0 where it runs none."""
     if worker.outstanding_tokens > 0:
         num_tokens = min(worker.outstanding_tokens, worker.prompt_room)
@@ -59,9 +62,9 @@ def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int]]) -> Seque
     for worker, num_blocks in holders:
         num_extents = min(limit, num_blocks * HASH_BLOCK_TOKENS // EXTENT_TOKENS)
         if num_extents:
-            found.append(Source(worker, num_extents * EXTENT_TOKENS, source_wait_ms(worker)))
+            found.append(Source(worker, num_extents * EXTENT_TOKENS, step_ms(worker)))
     if len(found) > 1:
-        found.sort(key=lambda source: (-source.tokens, source.wait_ms, source.worker.num_decodes))
+        found.sort(key=lambda source: (-source.tokens, source.step_ms, source.worker.num_decodes))
     return found[:MAX_SOURCES]
 
 
@@ -69,31 +72,51 @@ def plan_fetch(
     demand: Demand, candidate: Candidate, tiers: TierMatch | None, sources: Sequence[Source], links: FetchLinks
 ) -> None:
     """Set what the candidate, which would compute the prompt, would load or fetch, and what that was compared with."""
-    worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
-    loads = () if tiers is None else _loads(worker, cached, num_tokens, tiers)
-    if sources:
-        sources = [each for each in sources if each.tokens > cached and each.worker is not worker and worker.fetches]
-    if not (loads or sources):
+    if tiers is None and not _may_win(candidate, demand.num_tokens, sources, links):
         return
-    compute_ms = prefill_ms(worker, cached, num_tokens)
+    worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
+    compute_ms, wait_ms = prefill_ms(worker, cached, num_tokens), worker.backlog_ms
+    ways = [FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms)]
     best: FetchPlan | None = None
-    best_ms = compute_ms
-    for load in loads:
-        ready_ms = load.ms + load.prefill_ms
-        if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
-            best, best_ms = load, ready_ms
-    ways = [FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms), *loads]
-    if sources:
-        wait_ms = worker.backlog_ms
-        own_ms = wait_ms + compute_ms if best is None else max(wait_ms, best.ms) + best.prefill_ms
-        best_ms = math.inf
-        for source in sources:
-            plan = _from_peer(demand, candidate, source, links)
-            ways.append(plan)
-            cost_ms = max(wait_ms, plan.ms) + plan.prefill_ms + plan.delay_ms
-            if cost_ms < best_ms and own_ms - cost_ms > plan.ms * (WON_BY - 1.0) + WON_BY_MS:
-                best, best_ms = plan, cost_ms
-    candidate.fetch, candidate.ways = best, tuple(ways)
+    best_ms, own_ms = compute_ms, wait_ms + compute_ms
+    if tiers is not None:
+        for load in _loads(worker, cached, num_tokens, tiers):
+            ways.append(load)
+            ready_ms = load.ms + load.prefill_ms
+            if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
+                best, best_ms, own_ms = load, ready_ms, max(wait_ms, load.ms) + load.prefill_ms
+    best_ms = math.inf
+    for source in sources:
+        if _may_send(source, candidate):
+            fetch = _fetch(demand, candidate, source, links)
+            ways.append(fetch)
+            cost_ms = max(wait_ms, fetch.ms) + fetch.prefill_ms + fetch.delay_ms
+            if cost_ms < best_ms and own_ms - cost_ms > fetch.ms * (WON_BY - 1.0) + WON_BY_MS:
+                best, best_ms = fetch, cost_ms
+    if len(ways) > 1:
+        candidate.fetch, candidate.ways = best, tuple(ways)
+
+
+def _may_win(candidate: Candidate, num_tokens: int, sources: Sequence[Source], links: FetchLinks) -> bool:
+    """Whether a fetch would win if its transfer took no time. Most candidates are done with after this, which costs a
+    fraction of the whole comparison."""
+    worker, compute_ms = candidate.worker, -1.0
+    for source in sources:
+        if _may_send(source, candidate):
+            if compute_ms < 0.0:
+                compute_ms, wait_ms = prefill_ms(worker, candidate.cached_tokens, num_tokens), worker.backlog_ms
+            before_ms = NUM_TURNS * source.step_ms + links.setup_ms(source.worker.worker_id, worker.worker_id)
+            saved_ms = compute_ms - prefill_ms(worker, source.tokens, num_tokens)
+            if before_ms > wait_ms:
+                saved_ms -= before_ms - wait_ms
+            if saved_ms > before_ms * (WON_BY - 1.0) + WON_BY_MS:
+                return True
+    return False
+
+
+def _may_send(source: Source, candidate: Candidate) -> bool:
+    worker = candidate.worker
+    return source.tokens > candidate.cached_tokens and worker.fetches and source.worker is not worker
 
 
 def _loads(worker: Worker, cached: int, num_tokens: int, tiers: TierMatch) -> Sequence[FetchPlan]:
@@ -122,10 +145,10 @@ def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
     return num_extents * worker.extent_ms.get(tier, math.inf) if num_extents > 0 else 0.0
 
 
-def _from_peer(demand: Demand, candidate: Candidate, source: Source, links: FetchLinks) -> FetchPlan:
+def _fetch(demand: Demand, candidate: Candidate, source: Source, links: FetchLinks) -> FetchPlan:
     worker, peer, tokens = candidate.worker, source.worker, source.tokens
     kv_bytes = worker.kv_layout.bytes_of(tokens, candidate.cached_tokens)
-    before_ms = source.wait_ms + links.setup_ms(peer.worker_id, worker.worker_id)
+    before_ms = NUM_TURNS * (source.step_ms + step_ms(worker)) + links.setup_ms(peer.worker_id, worker.worker_id)
     return FetchPlan(
         "peer",
         tokens,

@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import FetchFrom, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
@@ -49,7 +50,8 @@ FORECAST_S = 0.02
 _AS_SOON = 1.25
 """Waits within this factor of each other count as equal: forecasts are not more exact."""
 LEAST_FETCH_MS, FETCH_PATIENCE = 50.0, 2.0
-"""A fetch may take that many times as long as predicted, and at least these milliseconds."""
+"""A fetch may take that many times as long as predicted, and at least these milliseconds; and as long as the worker
+would take to compute the same tokens: nobody loses by that."""
 MAX_FORECAST = 8
 """Most workers of a bucket that a forecast of decode places computes; the others are assumed to be like them."""
 
@@ -444,14 +446,14 @@ class Fleet:
         self.pairs.expire(now)
         excluded = None if self.breakers.is_clear else self._usable_workers().excluded_for(demand.num_tokens)
         lists = [group.shortlist(demand, without, matched, local, excluded) for _, group in self._groups_for(demand)]
-        if matched is not None and (matched.tiers is not None or self.can_fetch):
+        if matched is not None and self.can_fetch:
             self._plan_fetches(demand, matched, lists)
         return lists
 
     @property
     def can_fetch(self) -> bool:
-        """Whether any worker gives KV to others."""
-        return bool(self._usable_sources() if self._sources is None else self._sources)
+        """Whether any worker gives KV to others, or has tiers."""
+        return self.tiers.is_used or bool(self._usable_sources() if self._sources is None else self._sources)
 
     def place_fetch(self, candidate: Candidate, now: float) -> FetchFrom | None:
         """Note that the candidate gets a prompt. Returns the fetch that it is to begin with, if any."""
@@ -460,7 +462,8 @@ class Fleet:
         self.fetch_links.placed(source, needy, now)
         if plan is None or source is None:
             return None
-        timeout_ms = max(LEAST_FETCH_MS, FETCH_PATIENCE * plan.ms)
+        instead_ms = candidate.worker.backlog_ms + candidate.ways[0].prefill_ms - plan.prefill_ms
+        timeout_ms = max(LEAST_FETCH_MS, FETCH_PATIENCE * plan.ms, instead_ms)
         return FetchFrom(peer=self._workers[source].peer, end_token=plan.tokens, timeout_ms=timeout_ms)
 
     def of_other_arithmetic(self, arithmetic: str) -> Collection[WorkerId]:
@@ -588,20 +591,28 @@ class Fleet:
 
     def _plan_fetches(self, demand: Demand, matched: PrefixMatch, lists: Sequence[Shortlist]) -> None:
         """Set what the candidates that would compute the prompt would load or fetch."""
-        links = self.fetch_links
+        links, tiers = self.fetch_links, matched.tiers
         links.expire(demand.now)
         for (version, _), each in zip(self._groups_for(demand), lists, strict=True):
-            sources = self._sources_of(matched, demand, version)
-            for candidate in chain(each.prefills, each.colocated, each.decodes if each.local else ()):
-                if not candidate.ways:  # An elastic worker is in two lists.
-                    plan_fetch(demand, candidate, matched.tiers, sources, links)
+            candidates = each.prefills + each.colocated if each.colocated else each.prefills
+            least = min([candidate.cached_tokens for candidate in candidates], default=demand.num_tokens)
+            sources = self._sources_of(matched, demand, version, least)
+            with_more = 0 if tiers is None else tiers.with_more(least)
+            for candidate in candidates:
+                plan_fetch(demand, candidate, tiers if candidate.worker.bit & with_more else None, sources, links)
+            if tiers is not None and each.local:  # Local prefill sends nothing, so nothing is fetched for it.
+                with_more = tiers.with_more(0)
+                for candidate in each.decodes:
+                    if candidate.worker.bit & with_more:
+                        plan_fetch(demand, candidate, tiers, (), links)
 
-    def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version) -> Sequence[Source]:
-        """The best workers of one version from which others could get what they lack of the request."""
+    def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version, least: int) -> Sequence[Source]:
+        """The best workers of one version from which others could get what they lack of the request: they have more
+        than `least` tokens."""
         among = self._usable_sources().get(version, 0)
-        if not among:
+        best = matched.best(MAX_HOLDERS, among, demand.turn % NUM_TURNS, least // HASH_BLOCK_TOKENS) if among else ()
+        if not best:
             return ()
-        best = matched.best(MAX_HOLDERS, among, demand.turn % NUM_TURNS)
         reported, hashes = self.index.num_reported, matched.hashes
         return best_sources(
             demand, [(self._workers[worker_id], reported(worker_id, hashes, most)) for worker_id, most in best]

@@ -301,6 +301,8 @@ NUM_LOOKS = 3
 """Number of candidates of a bucket by rank."""
 NUM_HOLDERS = 2
 """Number of further candidates of a bucket by cached prefix."""
+NUM_TIER_HOLDERS = 1
+"""Number of further candidates of a bucket by prefix in each kind of tier."""
 NUM_TURNS = 1024
 """Number of placements after which the start among workers with equally long prefixes wraps around."""
 
@@ -414,9 +416,10 @@ class WorkerBucket:
                 if worker not in workers and worker_id not in without:
                     workers.append(worker)
             if matched.tiers is not None:
-                for worker_id in matched.tiers.best(NUM_HOLDERS, self.mask, turn % NUM_TURNS):
+                for worker_id, num_tokens in matched.tiers.best(NUM_TIER_HOLDERS, self.mask, turn % NUM_TURNS):
                     worker = self.members[worker_id]
-                    if worker not in workers and worker_id not in without:
+                    is_known = worker_id in without or worker in workers
+                    if not is_known and num_tokens > matched.blocks_of(worker.bit) * HASH_BLOCK_TOKENS:
                         workers.append(worker)
         return self._with_room(demand, workers, matched) or self._with_room(
             demand, self._by_room.first(1, without), matched

@@ -363,6 +363,8 @@ class Attempts:
         decode_id = decode.worker_id
         if not (demand.is_continued and record.arithmetic):
             record.arithmetic = decode.info.arithmetic
+        first_side = prefill or choice.decode
+        fetch = fleet.place_fetch(first_side, now) if fleet.can_fetch else None
         if demand.is_pooled:
             assignment = prefill_assignment(demand, choice.decode)
         else:
@@ -382,8 +384,6 @@ class Attempts:
         if fleet.links.placed(prefill_id, decode_id, now):
             self.decisions["link_trial"] += 1
             record.trace.trial = LINK_TRIAL
-        first_side = prefill or choice.decode
-        fetch = fleet.place_fetch(first_side, now) if fleet.can_fetch else None
         fleet.predict(first, hashes, now)
         self._reuse.observe(cached_tokens / demand.num_tokens)
         self._num_started += 1

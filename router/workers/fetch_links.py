@@ -6,7 +6,8 @@ lead from any worker to any other, so they are formed apart from the pairs of pr
 
     asks(source, needy) ──done──> observed
                          ├─refused──> not asked for `REFUSED_S`
-                         └─failed, late──> not asked for `FAILED_S`
+                         ├─late──> the same, and observed
+                         └─failed──> not asked for `FAILED_S`
 
 Owner: the fleet.
 """
@@ -21,8 +22,9 @@ from disagg.router.config import RouterConfig
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 
-REFUSED_S, FAILED_S = 1.0, 30.0
-"""Seconds for which a worker does not ask a source again that refused, and one that failed or was late."""
+REFUSED_S, FAILED_S = 1.0, 5.0
+"""Seconds for which a worker does not ask a source again that refused or was late, and one that failed. How slow a late
+one was counts in later predictions besides."""
 MAX_SHUNNED = 4096
 """Most pairs that are remembered; beyond them the one that was noted first is forgotten."""
 
@@ -69,7 +71,7 @@ class FetchLinks:
     ) -> None:
         """Note the end of a fetch: `kv_bytes` took `transfer_ms`, or would have taken at least that."""
         if outcome != "done":
-            self._shun(source, needy, now + (REFUSED_S if outcome == "refused" else FAILED_S))
+            self._shun(source, needy, now + (FAILED_S if outcome == "failed" else REFUSED_S))
         if outcome == "failed":
             self._pairs.failed(source, needy)
         elif outcome != "refused" and kv_bytes > 0:

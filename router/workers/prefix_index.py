@@ -391,15 +391,19 @@ class PrefixMatch:
         """What the workers' tiers have of the chain; None where no worker has any. Set by the fleet."""
         self._slots = slots
 
-    def best(self, limit: int, among: WorkerSet = ALL_WORKERS, turn: int = 0) -> list[tuple[WorkerId, int]]:
+    def best(
+        self, limit: int, among: WorkerSet = ALL_WORKERS, turn: int = 0, more_than: int = 0
+    ) -> list[tuple[WorkerId, int]]:
         """The workers of `among` with the longest prefixes, at most `limit` of them, longest first, and how many
-        leading blocks each has; without workers that have none.
+        leading blocks each has; without workers that have no more than `more_than`.
 
         Args:
             turn: where to begin among workers of equal length, so that ties do not always give the same ones.
         """
         found: list[tuple[WorkerId, int]] = []
         for num_blocks, workers in reversed(self.ends):
+            if num_blocks <= more_than:
+                break
             workers &= among
             while workers:
                 if len(found) == limit:
@@ -438,11 +442,22 @@ class TierMatch(NamedTuple):
         """Leading tokens in a tier of one worker."""
         return self.by_tier[tier].blocks_of(bit) * EXTENT_TOKENS
 
-    def best(self, limit: int, among: WorkerSet, turn: int) -> Iterator[WorkerId]:
-        """The workers of `among` whose tiers have most of the chain, at most `limit` of each kind of tier."""
+    def with_more(self, num_tokens: int) -> WorkerSet:
+        """The workers that have more than so many leading tokens in a tier."""
+        found = 0
         for match in self.by_tier.values():
-            for worker_id, _ in match.best(limit, among, turn):
-                yield worker_id
+            for num_extents, workers in reversed(match.ends):
+                if num_extents * EXTENT_TOKENS <= num_tokens:
+                    break
+                found |= workers
+        return found
+
+    def best(self, limit: int, among: WorkerSet, turn: int) -> Iterator[tuple[WorkerId, int]]:
+        """The workers of `among` whose tiers have most of the chain, at most `limit` of each kind of tier, and how many
+        leading tokens each has there."""
+        for match in self.by_tier.values():
+            for worker_id, num_extents in match.best(limit, among, turn):
+                yield worker_id, num_extents * EXTENT_TOKENS
 
 
 def prefix_ends(hashes: Sequence[BlockHash], shards: Shards) -> list[tuple[int, WorkerSet]]:

@@ -64,6 +64,11 @@ class TierIndex:
             events = tuple(event for each in report.kv_events for event in _of_tier(each, tier))
             index.apply(msgspec.structs.replace(report, kv_events=events))
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any worker has tiers."""
+        return bool(self._with_tiers)
+
     def find(self, hashes: Sequence[BlockHash]) -> TierMatch | None:
         """What tiers have of a chain; None where no worker has any."""
         if not self._with_tiers:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import BlocksSnapshot, FetchFrom, FetchOutcome, StepSample, StepUpdate, WorkerInfo
 from disagg.router.config import RouterConfig
+from disagg.router.placement.forecast import prefill_ms
 from disagg.router.recording.entries import Entry, Handled, decode
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import FromWorker
@@ -50,9 +52,8 @@ def test_the_dispatch_names_the_source_and_d_stays_who_has_the_prefix() -> None:
     fetch = fetch_of(scenario, "r0/0")
     assert fetch is not None
     assert (fetch.peer.worker_id, fetch.peer.address, fetch.end_token) == ("d0", "d0:1", 512)
-    # 50 ms to form the connection, then the transfer of 512 tokens by the default fit; twice that.
-    kv_ms = 1.0 + 0.5 * 512 * 64 / 1e6
-    assert fetch.timeout_ms == pytest.approx(2 * (50.0 + kv_ms))
+    p0 = scenario.core._fleet.worker(WorkerId("p0"))
+    assert fetch.timeout_ms == prefill_ms(p0, 0, 600) - prefill_ms(p0, 512, 600)
 
 
 def test_without_a_holder_nothing_is_fetched() -> None:
@@ -72,7 +73,7 @@ def test_what_came_is_kept_with_the_trace() -> None:
     assert scenario.core.counters.total() == 0
 
 
-@pytest.mark.parametrize(("outcome", "pause_s"), [("refused", REFUSED_S), ("failed", FAILED_S), ("late", FAILED_S)])
+@pytest.mark.parametrize(("outcome", "pause_s"), [("refused", REFUSED_S), ("failed", FAILED_S), ("late", REFUSED_S)])
 def test_a_source_that_did_not_send_is_not_asked_again_for_a_while(outcome: FetchOutcome, pause_s: float) -> None:
     scenario = Scenario(worker("p0"), worker("d0"), config=CONFIG)
     requests = [routed_request(f"r{number}", 600) for number in range(4)]
@@ -130,14 +131,14 @@ def test_a_recording_with_fetches_replays() -> None:
     assert fetch_of(scenario, "r1/0") is not None
     entries = [decode(entry) for entry in sink.entries]
     assert [each.is_same for each in replayed(header_of(CONFIG), entries)] == [True] * len(entries)
-    changed = [_with_slower_fetch(entry) for entry in entries]
+    changed = [_with_refusal(entry) for entry in entries]
     assert not all(each.is_same for each in replayed(header_of(CONFIG), changed))
 
 
-def _with_slower_fetch(entry: Entry) -> Entry:
+def _with_refusal(entry: Entry) -> Entry:
     if not (isinstance(entry, Handled) and isinstance(entry.event, FromWorker) and entry.event.update.fetched):
         return entry
     (message,) = entry.event.update.fetched
-    update = StepUpdate(fetched=(msgspec.structs.replace(message, transfer_s=0.9),))
+    update = StepUpdate(fetched=(msgspec.structs.replace(message, outcome="refused"),))
     event = FromWorker(entry.event.worker_id, entry.event.incarnation, update)
     return msgspec.structs.replace(entry, event=event)
