@@ -16,6 +16,7 @@ from disagg.proto.messages import (
     Pooling,
     Sampling,
     StepCoefficients,
+    TierName,
     TokenLogprobs,
     WorkerInfo,
     WorkerMetrics,
@@ -175,6 +176,23 @@ class Decision(Option, frozen=True, kw_only=True):
     """Number of pairs and single workers that were compared."""
 
 
+class Way(NamedTuple):
+    """One way in which the worker that computes the prompt could get what it has not cached."""
+
+    kind: Literal["compute", TierName, "peer"]
+    source: WorkerId | None
+    """The worker that a fetch is from."""
+    tokens: int
+    """Number of leading tokens that need not be computed then."""
+    get_ms: float
+    """Predicted milliseconds of the load or the fetch; infinite where it was not possible just then."""
+    prefill_ms: float
+    """Predicted milliseconds to compute the rest."""
+    delay_ms: float
+    """Sum of the milliseconds that it adds to the sequences of the source."""
+    is_chosen: bool
+
+
 class Placement(Protocol):
     """One placement, with its options for `explain`."""
 
@@ -199,6 +217,10 @@ class Placement(Protocol):
 
     def options(self) -> list[Option]:
         """All options that were compared, least cost first."""
+        ...
+
+    def ways(self) -> list[Way]:
+        """How the chosen worker could get the prompt's KV, computing it first; empty where no other way could pay."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -26,7 +27,7 @@ from disagg.proto.control import (
 from disagg.proto.errors import InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
-from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, WorkerView
+from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, Way, WorkerView
 from disagg.router.statistics import Rates
 from disagg.router.telemetry.recent_load import capacities_of
 from disagg.router.telemetry.spans import spans_of
@@ -258,6 +259,17 @@ def explanation(trace: RequestTrace, clock_to_epoch_s: float) -> pb.ExplainReque
         response.policy = decision.policy
     if trace.placement is not None:
         response.options.extend(_option(option) for option in trace.placement.options())
+        response.ways.extend(map(_way, trace.placement.ways()))
+    if trace.marks and (fetched := trace.marks[-1].fetched) is not None:
+        response.fetched.CopyFrom(
+            pb.FetchedKv(
+                source=fetched.source,
+                outcome=fetched.outcome,
+                tokens=fetched.tokens,
+                bytes=fetched.kv_bytes,
+                ms=fetched.transfer_s * 1000,
+            )
+        )
     return response
 
 
@@ -267,6 +279,8 @@ def explanation_json(request: pb.ExplainRequestResponse) -> dict[str, Any]:
         request, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     found["kv_bytes"] = request.kv_bytes  # the JSON form of protobuf writes 64 bits as a string
+    if request.HasField("fetched"):
+        found["fetched"]["bytes"] = request.fetched.bytes
     return found
 
 
@@ -311,6 +325,18 @@ def _option(option: Option) -> pb.PlacementOption:
         barrier_ms=option.barrier_ms,
         ttft_ms=option.ttft_ms,
         tpot_ms=option.tpot_ms,
+    )
+
+
+def _way(way: Way) -> pb.PromptWay:
+    return pb.PromptWay(
+        kind=way.kind,
+        source=way.source or "",
+        tokens=way.tokens,
+        get_ms=way.get_ms if way.get_ms < math.inf else None,
+        prefill_ms=way.prefill_ms,
+        delay_ms=way.delay_ms,
+        chosen=way.is_chosen,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from disagg.router.api import Decision, Option
+from disagg.router.api import Decision, Option, Way
 from disagg.router.placement.placement import Candidate, Choice, Demand, Policy, Weight
 
 MAX_OPTIONS = 16
@@ -62,6 +62,15 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
         options = [Option(**parts) for parts, _ in self._all()]
         options.sort(key=lambda option: (option.num_misses, option.cost))
         return options[:MAX_OPTIONS]
+
+    def ways(self) -> list[Way]:
+        """How the worker that computes the prompt could get what it has not cached: computing it, loads, fetches."""
+        candidate = self.choice.prefill or self.choice.decode
+        chosen = candidate.ways[0] if candidate.fetch is None and candidate.ways else candidate.fetch
+        return [
+            Way(way.kind, way.source, way.tokens, way.ms, way.prefill_ms, way.delay_ms, way is chosen)
+            for way in candidate.ways
+        ]
 
     def _all(self) -> Iterator[tuple[dict[str, Any], bool]]:
         """The fields of every option, and whether it was chosen."""

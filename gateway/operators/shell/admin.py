@@ -318,6 +318,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         if not caller.sees_counts:  # costs are made of what others have under way
             found.ClearField("chosen")
             found.ClearField("options")
+            found.ClearField("ways")
         return found
 
     async def recent(self, limit: int) -> AsyncIterator[pb.ExplainRequestResponse]:

@@ -84,7 +84,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "stopping", "n", "cache_salt", "resume", "structured", "truncate_prompt_tokens", "split_reasoning", "speculation")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "stopping", "n", "cache_salt", "resume", "structured", "truncate_prompt_tokens", "split_reasoning", "speculation", "session_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPLIT_REASONING_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -111,7 +112,8 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     split_reasoning: bool
     speculation: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., structured: _Optional[_Union[StructuredOutput, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ..., split_reasoning: bool = ..., speculation: _Optional[str] = ...) -> None: ...
+    session_id: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., structured: _Optional[_Union[StructuredOutput, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ..., split_reasoning: bool = ..., speculation: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_object", "json_schema", "regex", "choice", "grammar")
@@ -584,7 +586,7 @@ class ExplainRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
-    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe", "detail", "guardrails", "trial", "model", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("request_id", "prefill_worker", "decode_worker", "transport", "kv_bytes", "prefill_cached_tokens", "decode_cached_tokens", "attempts", "stages", "outcome", "prompt_tokens", "completion_tokens", "chosen", "options", "policy", "spans", "max_itl_ms", "trace_parent", "arrived_at", "is_probe", "detail", "guardrails", "trial", "model", "drafted_tokens", "accepted_tokens", "ways", "fetched")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -611,6 +613,8 @@ class ExplainRequestResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAYS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_worker: str
     decode_worker: str
@@ -637,7 +641,41 @@ class ExplainRequestResponse(_message.Message):
     model: str
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ..., model: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    ways: _containers.RepeatedCompositeFieldContainer[PromptWay]
+    fetched: FetchedKv
+    def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ..., model: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[PromptWay, _Mapping]]] = ..., fetched: _Optional[_Union[FetchedKv, _Mapping]] = ...) -> None: ...
+
+class PromptWay(_message.Message):
+    __slots__ = ("kind", "source", "tokens", "get_ms", "prefill_ms", "delay_ms", "chosen")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GET_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_MS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    source: str
+    tokens: int
+    get_ms: float
+    prefill_ms: float
+    delay_ms: float
+    chosen: bool
+    def __init__(self, kind: _Optional[str] = ..., source: _Optional[str] = ..., tokens: _Optional[int] = ..., get_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., delay_ms: _Optional[float] = ..., chosen: bool = ...) -> None: ...
+
+class FetchedKv(_message.Message):
+    __slots__ = ("source", "outcome", "tokens", "bytes", "ms")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    outcome: str
+    tokens: int
+    bytes: int
+    ms: float
+    def __init__(self, source: _Optional[str] = ..., outcome: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., ms: _Optional[float] = ...) -> None: ...
 
 class GuardrailDecision(_message.Message):
     __slots__ = ("guardrail", "rule", "subject", "action", "reason", "count")

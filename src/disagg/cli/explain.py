@@ -30,6 +30,7 @@ PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
 """Parts of an option's cost; each is a column of the table if any option has some of it."""
 MAX_LISTED = 1000
 """Largest number of requests that a gateway lists."""
+WAYS_NOTE = "a load or a fetch is taken if it saves a tenth and 5 ms more than it takes; the wait hides some of it"
 UNBOUNDED = 10_000
 """Width in columns in which every table fits."""
 LOOKED_AT = 100
@@ -121,6 +122,7 @@ def _facts(request: Explanation) -> Table:
         "tokens": f"{request.prompt_tokens} of the prompt, {request.completion_tokens} generated",
         "drafts": f"{request.accepted_tokens} of {request.drafted_tokens} accepted" if request.drafted_tokens else "",
         "cached": _cached(request),
+        "fetched": _fetched(request),
         "KV moved": f"{format_bytes(request.kv_bytes)} by {request.transport}" if request.transport else "none",
         "attempts": str(request.attempts) if request.attempts != 1 else "",
         "a trial": request.trial,
@@ -163,6 +165,14 @@ def _cached(request: Explanation) -> str:
     return ", ".join(texts) or "nothing"
 
 
+def _fetched(request: Explanation) -> str:
+    if not request.HasField("fetched"):
+        return ""
+    fetched = request.fetched
+    came = f"{fetched.tokens} tokens, {format_bytes(fetched.bytes)} in {fetched.ms:.1f} ms, " if fetched.bytes else ""
+    return f"{came}from {fetched.source}" + ("" if fetched.outcome == "done" else f": {fetched.outcome}")
+
+
 # ---------------------------------------------------------------- why there
 
 
@@ -189,7 +199,27 @@ def why(request: Explanation) -> list[RenderableType]:
         made.add_row(*map(Text, cells), style="bold" if is_chosen else "")
     attempt = " of the latest attempt" if request.attempts > 1 else ""
     note = f"policy {request.policy}; milliseconds, as predicted at the placement{attempt}; > was chosen"
-    return [made, Text(note, style="dim")]
+    found: list[RenderableType] = [made, Text(note, style="dim")]
+    if request.ways:
+        found += [Text(), _ways(request), Text(WAYS_NOTE, style="dim")]
+    return found
+
+
+def _ways(request: Explanation) -> Table:
+    """How the prompt's KV could come to the chosen worker."""
+    has_delay = any(way.delay_ms for way in request.ways)
+    made = table("", "KV by", "tokens>", "get>", "compute>", *(["delay>"] if has_delay else []))
+    for way in request.ways:
+        cells = [
+            ">" if way.chosen else "",
+            f"{way.kind} {way.source}" if way.source else way.kind,
+            str(way.tokens),
+            f"{way.get_ms:.1f}" if way.HasField("get_ms") else "not now",
+            f"{way.prefill_ms:.1f}",
+            *([f"{way.delay_ms:.1f}"] if has_delay else []),
+        ]
+        made.add_row(*map(Text, cells), style="bold" if way.chosen else "")
+    return made
 
 
 def _workers(option: PlacementOption) -> tuple[str, str]:

@@ -57,6 +57,31 @@ def whole() -> pb.ExplainRequestResponse:
     )
 
 
+def test_the_ways_to_the_kv_of_the_prompt_and_what_was_fetched() -> None:
+    found = whole()
+    found.ways.extend(
+        [
+            pb.PromptWay(kind="compute", tokens=16, get_ms=0, prefill_ms=50),
+            pb.PromptWay(kind="disk", tokens=512, prefill_ms=8),
+            pb.PromptWay(kind="peer", source="decode-1", tokens=512, get_ms=9.25, prefill_ms=8, chosen=True),
+        ]
+    )
+    found.fetched.CopyFrom(pb.FetchedKv(source="decode-1", outcome="done", tokens=496, bytes=2 << 20, ms=10.5))
+    text = text_of(explain.report(found, ascii_only=True))
+    assert "fetched      496 tokens, 2.0 MiB in 10.5 ms, from decode-1\n" in text
+    assert (
+        "   KV by          tokens      get  compute\n"
+        "   compute            16      0.0     50.0\n"
+        "   disk              512  not now      8.0\n"
+        ">  peer decode-1     512      9.2      8.0\n"
+        "a load or a fetch is taken if it saves"
+    ) in text
+    found.fetched.CopyFrom(pb.FetchedKv(source="decode-1", outcome="refused"))
+    assert "fetched      from decode-1: refused\n" in text_of(explain.report(found))
+    found.ways[2].delay_ms = 1.5
+    assert ">  peer decode-1     512      9.2      8.0    1.5" in text_of(explain.report(found))
+
+
 def test_the_whole_report() -> None:
     assert text_of(explain.report(whole(), ascii_only=True)) == (
         "request      r1\n"

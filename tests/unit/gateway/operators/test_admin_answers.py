@@ -7,9 +7,10 @@ import dataclasses
 import msgspec
 import pytest
 
-from disagg.gateway.operators.admin_answers import cluster_state, counts_of, explanation, with_others
+from disagg.gateway.operators.admin_answers import cluster_state, counts_of, explanation, explanation_json, with_others
 from disagg.proto.control import ControlState, GatewayRecord, PoolState
 from disagg.proto.ids import GatewayId, RequestId
+from disagg.proto.messages import StepSample
 from disagg.router.api import RequestTrace
 from disagg.router.config import RouterConfig
 from disagg.router.statistics import Rates
@@ -18,10 +19,12 @@ from tests.support.metrics import busy_view
 from tests.support.router import (
     Scenario,
     end_update,
+    fetched_update,
     handed_over_update,
     prefilled_update,
     routed_request,
     tokens_update,
+    worker_info,
 )
 
 
@@ -66,6 +69,31 @@ def test_an_ended_request_is_explained() -> None:
     assert (found.drafted_tokens, found.accepted_tokens) == (4, 1)
     assert (found.outcome, found.completion_tokens, found.kv_bytes, found.max_itl_ms) == ("length", 3, 4096, 1000.0)
     assert found.spans[-1] == pb.StageSpan(stage="decode", worker="d0", start_ms=1000.0, end_ms=1250.0)
+
+
+def test_a_fetch_is_explained_with_what_it_was_compared_with() -> None:
+    steps = (StepSample(1.0 + 128 * 0.5, 128), StepSample(1.0 + 16 * 0.5, 16))
+    workers = [msgspec.structs.replace(worker_info(name, calibration=steps), fetches=True) for name in ("p0", "d0")]
+    it = Scenario(*workers, config=RouterConfig(local_prefill="never", policy="joint"))
+    request = routed_request("r0", 600)
+    it.holds("d0", request, 32)
+    it.submit(request)
+    compute, peer = explained(it, "r0").ways
+    assert (compute.kind, compute.source, compute.tokens, compute.get_ms, compute.chosen) == (
+        "compute",
+        "",
+        0,
+        0.0,
+        False,
+    )
+    assert (peer.kind, peer.source, peer.tokens, peer.chosen) == ("peer", "d0", 512, True)
+    assert peer.get_ms > 50.0 > peer.prefill_ms
+    assert compute.prefill_ms > peer.get_ms + peer.prefill_ms
+    assert not explained(it, "r0").HasField("fetched")
+    it.update("p0", fetched_update("r0", "d0", "done", tokens=512, kv_bytes=1 << 40, transfer_s=0.25))
+    found = explained(it, "r0")
+    assert found.fetched == pb.FetchedKv(source="d0", outcome="done", tokens=512, bytes=1 << 40, ms=250.0)
+    assert explanation_json(found)["fetched"]["bytes"] == 1 << 40
 
 
 def test_a_refused_request_is_explained_without_a_choice() -> None:

@@ -12,7 +12,7 @@ from disagg.gateway.operators.requests_list import RequestFilter
 from disagg.gateway.operators.shell.admin import AdminService
 from disagg.gateway.requests.refusals import Refusals
 from disagg.proto.ids import RequestId
-from disagg.router.api import ClusterView, Decision, Option, RequestTrace
+from disagg.router.api import ClusterView, Decision, Option, RequestTrace, Way
 
 
 class Known(list[RequestTrace]):
@@ -42,6 +42,9 @@ class OnePlacement:
 
     def options(self) -> list[Option]:
         return [self.decision()]
+
+    def ways(self) -> list[Way]:
+        return [Way("compute", None, 0, 0.0, 1.0, 0.0, True)]
 
 
 class Source:
@@ -94,10 +97,10 @@ def test_what_others_have_under_way_is_not_told_by_the_costs_of_a_placement() ->
     admin = AdminService(source, audit=audit, refusals=source.refusals)
     callers = (Caller("t", False), Caller("t", False, metrics=True), Caller("ops", True))
     seen = [admin.explain(RequestId("a"), caller) for caller in callers]
-    assert [(each.policy, each.HasField("chosen"), len(each.options)) for each in seen] == [
-        ("joint", False, 0),
-        ("joint", True, 1),
-        ("joint", True, 1),
+    assert [(each.policy, each.HasField("chosen"), len(each.options), len(each.ways)) for each in seen] == [
+        ("joint", False, 0, 0),
+        ("joint", True, 1, 1),
+        ("joint", True, 1, 1),
     ]
 
 
