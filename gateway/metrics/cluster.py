@@ -311,6 +311,12 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
             "loaded_tokens",
         ),
         (
+            "disagg_engine_fetched_tokens",
+            "Tokens of new sequences whose KV a worker got from another one; they are among the cached ones.",
+            "fetched_tokens",
+        ),
+        ("disagg_kv_served_fetches", "Fetches for which a worker gave KV to another one.", "served_fetches"),
+        (
             "disagg_kv_tier_dropped_extents",
             "Extents that were to be written to a tier and were not: their blocks were needed, or there was no place.",
             "dropped_extents",
@@ -332,6 +338,12 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         ("disagg_engine_accepted_tokens", "Drafts of a worker that became output tokens.", "accepted_tokens"),
     ):
         yield counter(name, text, ("instance",), [((id_,), getattr(m, field)) for id_, m in counters])
+    yield counter(
+        "disagg_kv_fetches",
+        "Fetches of KV that a worker asked another one for.",
+        ("instance", "outcome"),
+        [((id_, outcome), times) for id_, m in counters for outcome, times in sorted(m.fetches.items())],
+    )
     yield histogram_of_counts(
         "disagg_engine_accepted_length",
         "Accepted drafts of a run, which is the drafts of one sequence in one step.",

@@ -380,6 +380,8 @@ def _worker_state(
             state.tokens_per_step = load.tokens_per_step
     if counters is not None:
         state.drafted_tokens, state.accepted_tokens = counters.drafted_tokens, counters.accepted_tokens
+        state.prompt_tokens = counters.prompt_tokens + counters.cached_tokens
+        state.loaded_tokens, state.fetched_tokens = counters.loaded_tokens, counters.fetched_tokens
     return state
 
 

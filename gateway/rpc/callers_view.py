@@ -19,6 +19,7 @@ _OF_THE_CLUSTER: Final = (
 _OF_A_WORKER: Final = (
     *("sequences", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved"),
     *("tokens_per_step", "drafted_tokens", "accepted_tokens"),
+    *("prompt_tokens", "loaded_tokens", "fetched_tokens"),
 )
 _OF_THE_AUTOSCALER: Final = (
     *("pools", "requests_per_s", "forecast_per_s", "prompt_tokens_per_s", "output_tokens_per_s"),

@@ -101,6 +101,9 @@ def busy_view() -> ClusterView:
                 swapped_in_blocks=8,
                 transfers=(moved,),
                 loaded_tokens=12,
+                fetched_tokens=384,
+                fetches={"done": 3, "refused": 1},
+                served_fetches=2,
                 dropped_extents=3,
                 tiers=(
                     TierCounts(name="host", capacity_bytes=4096, held_bytes=1024, written_extents=5, loaded_extents=4),

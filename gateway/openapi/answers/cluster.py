@@ -182,6 +182,9 @@ class WorkerState(Struct, forbid_unknown_fields=True):
     tokens_per_step: float
     drafted: int
     accepted: int
+    prompt: int
+    loaded: int
+    fetched: int
 
 
 class PairState(Struct, forbid_unknown_fields=True):

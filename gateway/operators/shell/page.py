@@ -261,6 +261,9 @@ def _worker(worker: pb.WorkerState) -> dict[str, Any]:
         "tokens_per_step": round(worker.tokens_per_step, 3),
         "drafted": worker.drafted_tokens,
         "accepted": worker.accepted_tokens,
+        "prompt": worker.prompt_tokens,
+        "loaded": worker.loaded_tokens,
+        "fetched": worker.fetched_tokens,
     }
 
 

@@ -114,7 +114,8 @@ function showWorker(worker, { has_load: hasLoad, now }) {
     card.parts[i].style.width = `${(count / blocks) * 100}%`;
   });
   const drafts = worker.drafted ? `, ${worker.tokens_per_step.toFixed(2)} tokens a step, ${percent(worker.accepted / worker.drafted)} of drafts accepted` : "";
-  setText(card.nums, `${percent(used(worker))} of ${worker.blocks} blocks in use, ${percent(worker.cached / blocks)} cached${drafts}`);
+  const got = ["loaded", "fetched"].filter((kind) => worker[kind]).map((kind) => `, ${percent(worker[kind] / worker.prompt)} of prompts ${kind}`).join("");
+  setText(card.nums, `${percent(used(worker))} of ${worker.blocks} blocks in use, ${percent(worker.cached / blocks)} cached${got}${drafts}`);
   drawStrip(card.canvas, worker.id, now);
 }
 

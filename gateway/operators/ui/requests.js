@@ -207,7 +207,7 @@ function report(request) {
   const parts = [factsOf(request)];
   if (request.spans.length) parts.push(el("h3", {}, "Where the time went"), waterfall(request.spans));
   const options = request.options.length ? request.options : request.chosen ? [request.chosen] : [];
-  if (options.length) parts.push(el("h3", {}, "Why there"), decision(request, options));
+  if (options.length) parts.push(el("h3", {}, "Why there"), decision(request, options), ...(request.ways.length ? [waysOf(request.ways)] : []));
   else if (request.policy) parts.push(el("h3", {}, "Why there"), el("p", { class: "empty" }, "Shown to keys with the scope metrics or admin."));
   return parts;
 }
@@ -225,6 +225,7 @@ function factsOf(request) {
     ["tokens", `${request.prompt_tokens} of the prompt, ${request.completion_tokens} generated`],
     ["drafts", request.drafted_tokens ? `${request.accepted_tokens} of ${request.drafted_tokens} accepted` : ""],
     ["cached", cached.filter(([worker, count]) => worker && count).map(([worker, count]) => `${count} tokens on ${worker}`).join(", ") || "nothing"],
+    ["fetched", request.fetched ? fetchedOf(request.fetched) : ""],
     ["KV moved", request.transport ? `${bytes(request.kv_bytes)} by ${request.transport}` : "none"],
     ["attempts", request.attempts > 1 ? String(request.attempts) : ""],
     ["a trial", request.trial],
@@ -234,6 +235,11 @@ function factsOf(request) {
   ];
   const shownEntries = entries.filter(([, value]) => value);
   return el("dl", { class: "facts" }, ...shownEntries.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+function fetchedOf({ source, outcome: ended, tokens, bytes: size, ms }) {
+  const came = size ? `${tokens} tokens, ${bytes(size)} in ${milliseconds(ms)} ms, ` : "";
+  return `${came}from ${source}${ended === "done" ? "" : `: ${ended}`}`;
 }
 
 function stateOf({ outcome: text, attempts }) {
@@ -255,6 +261,19 @@ function waterfall(spans) {
   const made = table(["stage", "worker", "from ms>", "for ms>", ""], rows, "Stages of the request");
   made.querySelectorAll("td:last-child").forEach((cell) => cell.classList.add("wide"));
   return el("div", { class: "waterfall scroll" }, made);
+}
+
+function waysOf(ways) {
+  const hasDelay = ways.some((way) => way.delay_ms);
+  const columns = ["KV by", "tokens>", "get>", "compute>", ...(hasDelay ? ["delay>"] : []), ""];
+  const rows = ways.map((way) => ({
+    className: way.chosen ? "chosen" : "",
+    cells: [
+      way.source ? `${way.kind} ${way.source}` : way.kind, String(way.tokens), way.get_ms === undefined ? "not now" : milliseconds(way.get_ms),
+      milliseconds(way.prefill_ms), ...(hasDelay ? [milliseconds(way.delay_ms)] : []), way.chosen ? "chosen" : "",
+    ],
+  }));
+  return el("div", { class: "scroll" }, table(columns, rows, "Ways to the KV of the prompt"));
 }
 
 function decision(request, options) {

@@ -34,6 +34,9 @@ from disagg.cluster.system.terminal import format_bytes, table
 from disagg.proto.errors import RequestCancelledError, UnavailableError
 
 RETRY_S = 1.0
+_GOT = ("loaded", "fetched")
+"""KV of prompts that workers did not compute and had not in their device cache; each is a column if there is any, with
+the share of the prompt tokens since the start."""
 BAR_CELLS = 24
 MAX_PAIRS = 12
 """Largest number of pairs that are listed, those with the most bytes first."""
@@ -132,7 +135,12 @@ def _headline(state: ClusterState, address: str) -> Text:
 def _workers(state: ClusterState, ascii_only: bool) -> Table:
     has_drafts = any(worker.drafted_tokens for worker in state.workers)
     drafts = ["tokens/step>", "accepted>"] if has_drafts else []
-    made = table("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>", *drafts)
+    kinds = [kind for kind in _GOT if any(getattr(worker, f"{kind}_tokens") for worker in state.workers)]
+    made = table(
+        *("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>"),
+        *(f"{kind}>" for kind in kinds),
+        *drafts,
+    )
     for worker in state.workers:
         phase = worker.phase or "unknown"
         load: list[str | Text] = ["", "", "", ""]
@@ -145,9 +153,14 @@ def _workers(state: ClusterState, ascii_only: bool) -> Table:
             Text(phase, style=_STYLES.get(phase, "yellow")),
             *load,
             str(worker.kv_blocks_total or ""),
+            *(_share(getattr(worker, f"{kind}_tokens"), worker.prompt_tokens) for kind in kinds),
             *(_drafts(worker) if has_drafts else []),
         )
     return made
+
+
+def _share(num_tokens: int, num_prompt_tokens: int) -> str:
+    return f"{100 * num_tokens / num_prompt_tokens:.0f} %" if num_tokens and num_prompt_tokens else ""
 
 
 def _drafts(worker: WorkerState) -> tuple[str, str]:

@@ -88,6 +88,21 @@ def test_workers_with_drafts_show_tokens_a_step_and_how_many_drafts_were_accepte
     ]
 
 
+def test_workers_that_load_or_fetch_kv_show_its_share_of_the_prompts() -> None:
+    state = full_state()
+    prefill = state.workers[0]
+    prefill.prompt_tokens, prefill.fetched_tokens = 1000, 254
+    lines = text_of(top.picture(state, "127.0.0.1:8470", ascii_only=True)).splitlines()[2:5]
+    assert [line.split()[-3:] for line in lines] == [
+        ["cached", "of", "fetched"],
+        ["100", "25", "%"],
+        ["75", "25", "100"],
+    ]
+    prefill.loaded_tokens = 126
+    lines = text_of(top.picture(state, "127.0.0.1:8470", ascii_only=True)).splitlines()[2:4]
+    assert [line.split()[-4:] for line in lines] == [["cached", "of", "loaded", "fetched"], ["13", "%", "25", "%"]]
+
+
 def test_load_that_is_left_out_is_not_shown_as_none() -> None:
     state = pb.GetClusterStateResponse(
         workers=[pb.WorkerState(worker_id="decode-0", phase="ready", kv_blocks_total=100)],

@@ -107,6 +107,9 @@ def _results(update: StepUpdate, request_id: RequestId | None) -> Iterator[str]:
     for tokens in update.tokens:
         if request_id in (None, tokens.request_id):
             yield f"{_count(len(tokens.token_ids), 'token')} from index {tokens.first_index}"
+    for fetched in update.fetched:
+        if request_id in (None, fetched.request_id):
+            yield f"fetched {_count(fetched.tokens, 'token')} from {fetched.source}: {fetched.outcome}"
     for prefilled in update.prefilled:
         if request_id in (None, prefilled.request_id):
             yield f"prompt computed, {prefilled.cached_tokens} of it cached"

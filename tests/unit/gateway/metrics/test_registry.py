@@ -151,6 +151,17 @@ def test_tiers(samples: Samples) -> None:
     assert value(samples, "disagg_engine_loaded_tokens_total", instance="p0") == 12
 
 
+def test_fetches(samples: Samples) -> None:
+    assert value(samples, "disagg_engine_fetched_tokens_total", instance="p0") == 384
+    assert value(samples, "disagg_kv_served_fetches_total", instance="p0") == 2
+    outcomes = {
+        outcome: value(samples, "disagg_kv_fetches_total", instance="p0", outcome=outcome)
+        for outcome in ("done", "refused")
+    }
+    assert outcomes == {"done": 3, "refused": 1}
+    assert len(samples["disagg_kv_fetches_total"]) == 2
+
+
 def test_the_tiers_of_a_worker_that_is_gone_keep_their_counts_only(samples: Samples) -> None:
     def view() -> ClusterView:
         busy = busy_view()

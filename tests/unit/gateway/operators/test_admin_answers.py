@@ -148,6 +148,10 @@ def test_the_state_has_tokens_a_step_of_workers_that_decode_and_their_drafts() -
         "d0": (1.75, 40, 12),
         "p0": (0.0, 0, 0),
     }
+    assert {w.worker_id: (w.prompt_tokens, w.loaded_tokens, w.fetched_tokens) for w in found.workers} == {
+        "d0": (0, 0, 0),
+        "p0": (84 + 16, 12, 384),
+    }
 
 
 def test_addresses_are_for_admins_and_transfers_for_those_who_see_counts() -> None:

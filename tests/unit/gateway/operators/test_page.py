@@ -276,6 +276,12 @@ def test_a_worker_has_its_drafts() -> None:
     assert (shown["tokens_per_step"], shown["drafted"], shown["accepted"]) == (1.754, 40, 12)
 
 
+def test_a_worker_has_what_it_loaded_and_fetched() -> None:
+    worker = pb.WorkerState(worker_id="p0", prompt_tokens=100, loaded_tokens=20, fetched_tokens=30)
+    [shown] = state_json(pb.GetClusterStateResponse(workers=[worker]))["workers"]
+    assert (shown["prompt"], shown["loaded"], shown["fetched"]) == (100, 20, 30)
+
+
 def test_the_wheel_has_the_files() -> None:
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["*"]

@@ -47,6 +47,7 @@ def test_nothing_that_a_caller_adds_tells_what_others_do() -> None:
     assert nothing == seen(31.9, 3, 7) == seen(32.1, 4, 8) == seen(64.1, 129, 90)
     assert nothing.load_left_out
     assert {(w.tokens_per_step, w.drafted_tokens, w.accepted_tokens) for w in nothing.workers} == {(0.0, 0, 0)}
+    assert {(w.prompt_tokens, w.loaded_tokens, w.fetched_tokens) for w in nothing.workers} == {(0, 0, 0)}
     assert {100, 200} <= {worker.kv_blocks_total for worker in nothing.workers}
     assert (nothing.autoscaler.policy, len(nothing.autoscaler.pools), nothing.autoscaler.age_s) == ("slo", 0, 1.0)
     shown = seen(32.1, 4, 8, with_counts=True)
