@@ -711,7 +711,9 @@ class TierCounts(Message, frozen=True, kw_only=True):
 
     name: TierName
     extent_ms: float = 0.0
-    """Milliseconds that it expects to take to load an extent; 0 while it loads none."""
+    """Milliseconds that it expects to take to load an extent, beside what it computes; 0 while it loads none."""
+    queue_ms: float = 0.0
+    """Milliseconds until what it is loading is there: a load that begins now waits for that."""
     capacity_bytes: int = 0
     held_bytes: int = 0
     written_extents: int = 0

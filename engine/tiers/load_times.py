@@ -64,6 +64,12 @@ class Loadable(NamedTuple):
     host_ms: float
     """Milliseconds that an extent of each tier takes."""
     disk_ms: float
+    num_ahead: int = 0
+    """Extents that other sequences load first."""
+    ahead_ms: float = 0.0
+    """Milliseconds that their tiers take for them."""
+    copy_ms: float = 0.0
+    """Milliseconds between two copies at least, beside sequences that run."""
 
 
 class LoadPlan(NamedTuple):
@@ -73,7 +79,7 @@ class LoadPlan(NamedTuple):
     host_end: int
     end: int
     ms: float
-    """Predicted milliseconds of the load."""
+    """Predicted milliseconds of the load, with what is loaded before it."""
     compute_ms: float
     """Predicted milliseconds to compute these tokens instead."""
 
@@ -88,7 +94,8 @@ def plan_load(has: Loadable, compute_ms: Callable[[int, int], float]) -> LoadPla
         if end <= start:
             continue
         host_end = min(end, max(start, has.num_host))
-        ms = (host_end - start) * has.host_ms + (end - host_end) * has.disk_ms
+        ms = has.ahead_ms + (host_end - start) * has.host_ms + (end - host_end) * has.disk_ms
+        ms = max(ms, (has.num_ahead + end - start) * has.copy_ms)
         computing_ms = compute_ms(has.cached_tokens, end * EXTENT_TOKENS)
         if computing_ms - ms > best_gain:
             best_gain = computing_ms - ms

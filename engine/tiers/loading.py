@@ -9,7 +9,8 @@ arrive. When it begins it lets go of them, so that it is admitted like a sequenc
 they are then the last ones to be evicted.
 
 Sequences that want the same extents share a load: one loads, the others wait for it, no longer than computing takes. At
-most `max_loading` load at a time, into at most half of the blocks that could be had.
+most `max_loading` load at a time, those of the highest priority first, all of them into at most half of the blocks that
+could be had.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MOST_BESIDE_OTHERS = 2
 """The same while sequences run, which wait for the copies: about a millisecond for 3 MB."""
 LEAST_S = 0.05
 """No load ends sooner for taking too long: it may have to wait for a step."""
+_TURN_WEIGHT = 1 / 8
+"""Weight of the latest turn in their mean duration."""
 _LATE = 2.0
 """A load that takes more than so many times as long as predicted ends."""
 
@@ -99,6 +102,10 @@ class Loading:
         self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
         self._loads: dict[AttemptKey, _Load] = {}
         self._num_ended = 0
+        self._turn_at: float | None = None
+        """When the last turn began beside which sequences run."""
+        self._turn_ms = 0.0
+        """Mean time between two such turns; 0 until there were some."""
         self.num_loaded_tokens = 0
         """Tokens that were loaded since the start."""
         self.num_late = 0
@@ -121,6 +128,26 @@ class Loading:
         untils = [load.until for load in self._loads.values()]
         untils += [each.until for each in self._waiting.values() if each.until is not None]
         return min(untils, default=math.inf)
+
+    def note_turn(self, now: float) -> None:
+        """A turn begins."""
+        if not self._scheduler.running:
+            self._turn_at = None
+            return
+        if self._turn_at is not None:
+            ms = (now - self._turn_at) * 1e3
+            self._turn_ms += (ms - self._turn_ms) * (_TURN_WEIGHT if self._turn_ms else 1.0)
+        self._turn_at = now
+
+    @property
+    def copy_ms(self) -> float:
+        """Milliseconds between two copies at least; 0 where no sequence runs that they would hold up."""
+        return self._turn_ms / MOST_BESIDE_OTHERS if self._scheduler.running else 0.0
+
+    def queue_ms(self, now: float) -> float:
+        """Milliseconds until all is loaded that is being loaded, at least."""
+        num_ahead, ms = self._ahead(now)
+        return max(ms, num_ahead * self.copy_ms)
 
     def wants(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence that came now is better loaded than computed."""
@@ -167,10 +194,19 @@ class Loading:
         blocks = kv_cache.blocks
         cached_tokens = len(blocks.match_prefix(sequence.block_hashes, most)) * blocks.block_size
         times = store.host_times.ms(now), store.disk_times.ms(now)
-        return plan_load(Loadable(cached_tokens, num_host, num_disk, *times), self._compute_ms)
+        has = Loadable(cached_tokens, num_host, num_disk, *times, *self._ahead(now), self.copy_ms)
+        return plan_load(has, self._compute_ms)
+
+    def _ahead(self, now: float) -> tuple[int, float]:
+        """Extents that are still to be loaded, and the milliseconds that their tiers take for them."""
+        num_host = sum(max(0, min(load.end, load.plan.host_end) - load.next) for load in self._loads.values())
+        num_ahead = sum(max(0, load.end - load.next) for load in self._loads.values())
+        num_arrived = sum(len(load.arrived) for load in self._loads.values())
+        host_ms, disk_ms = self._store.host_times.ms(now), self._store.disk_times.ms(now)
+        return num_ahead, num_host * host_ms + (num_ahead - num_host - num_arrived) * disk_ms
 
     def _start_waiting(self, now: float) -> None:
-        for each in list(self._waiting.values()):
+        for each in sorted(self._waiting.values(), key=lambda each: -each.sequence.spec.priority):
             if each.until is not None and now >= each.until:
                 self.num_late += 1
                 self._begin(each.sequence)
@@ -219,10 +255,12 @@ class Loading:
             return plan.start
         blocks = self._scheduler.blocks
         per_extent = EXTENT_TOKENS // blocks.block_size
-        return min(plan.end, plan.start + max(0, blocks.num_available) // 2 // per_extent)
+        num_taken = sum(load.plan.end - load.plan.start for load in self._loads.values()) * per_extent
+        num_blocks = (max(0, blocks.num_available) + num_taken) // 2 - num_taken
+        return min(plan.end, plan.start + max(0, num_blocks) // per_extent)
 
     def _go_on(self, now: float, left: int) -> int:
-        for load in list(self._loads.values()):
+        for load in sorted(self._loads.values(), key=lambda load: -load.sequence.spec.priority):
             while left > 0 and load.can_go_on:
                 left -= 1
                 self._copy_next(load, now)

@@ -431,17 +431,22 @@ class TierStore:
     def _tiers(self) -> tuple[tuple[TierName, Tier], ...]:
         return ("host", self.host), ("disk", self.disk)
 
-    def counts(self, now: float) -> tuple[TierCounts, ...]:
-        """What was done with each tier since the start, and what it holds."""
-        host = self._counts_of("host", self.host, self._host_counts, self.host_times.ms(now))
-        disk_ms = self.disk_times.ms(now) if self._folder.is_on else 0.0
-        disk = self._counts_of("disk", self.disk, self._disk_counts, disk_ms, self._folder.off_reason)
+    def counts(self, now: float, *, copy_ms: float, queue_ms: float) -> tuple[TierCounts, ...]:
+        """What was done with each tier since the start, and what it holds. `copy_ms`: between two copies at least;
+        `queue_ms`: until what is being loaded is there."""
+        host_ms = max(copy_ms, self.host_times.ms(now))
+        disk_ms = max(copy_ms, self.disk_times.ms(now)) if self._folder.is_on else 0.0
+        host = self._counts_of("host", self.host, self._host_counts, host_ms, queue_ms)
+        disk = self._counts_of("disk", self.disk, self._disk_counts, disk_ms, queue_ms, self._folder.off_reason)
         return tuple([counts for tier, counts in ((self.host, host), (self.disk, disk)) if tier.num_slots])
 
-    def _counts_of(self, name: TierName, tier: Tier, counts: _Counts, ms: float, off_reason: str = "") -> TierCounts:
+    def _counts_of(
+        self, name: TierName, tier: Tier, counts: _Counts, ms: float, queue_ms: float, off_reason: str = ""
+    ) -> TierCounts:
         return TierCounts(
             name=name,
             extent_ms=ms,
+            queue_ms=queue_ms,
             capacity_bytes=tier.num_slots * self._extent_bytes,
             held_bytes=len(tier) * self._extent_bytes,
             written_extents=counts.written,

@@ -31,7 +31,7 @@ from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.tiers.admission import Admission
 from disagg.engine.tiers.extents import chain_of, extent_keys
 from disagg.engine.tiers.loading import Loading
-from disagg.engine.tiers.store import TierParts, TierStore
+from disagg.engine.tiers.store import MAX_STAGING, TierParts, TierStore
 from disagg.engine.tiers.write_queue import WriteQueue
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, BlockHash
@@ -44,6 +44,11 @@ _SEEN_PER_EXTENT = 4
 def extent_bytes(layout: KvLayout, tp: int) -> int:
     """Bytes of an extent of a worker of `tp` ranks."""
     return EXTENT_TOKENS * plan_pair(layout, tp, tp).groups[0].token_bytes
+
+
+def staging_bytes(layout: KvLayout, tp: int) -> int:
+    """Bytes of the buffers between a worker's blocks and its files."""
+    return MAX_STAGING * extent_bytes(layout, tp)
 
 
 def check_tiers(options: TierOptions, runner: ModelRunner, max_model_len: int, path: str = "kv_cache.tiers") -> None:
@@ -168,6 +173,7 @@ class Tiers:
         """Go on with what is under way; whether sequences began."""
         self._now = now
         self._store.note_time(now)
+        self._loading.note_turn(now)
         self._store.look_again(now)
         if self._store.can_go_on:
             self._store.go_on(is_running=bool(self._scheduler.running))
@@ -201,7 +207,8 @@ class Tiers:
 
     def counts(self) -> tuple[TierCounts, ...]:
         """What was done with each tier, and what it holds."""
-        return self._store.counts(self._now)
+        loading = self._loading
+        return self._store.counts(self._now, copy_ms=loading.copy_ms, queue_ms=loading.queue_ms(self._now))
 
     @property
     def names(self) -> tuple[TierName, ...]:

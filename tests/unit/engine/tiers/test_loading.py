@@ -281,7 +281,86 @@ class TestLoads:
         (counts,) = worker.core.totals().tiers
         assert worker.core._tiers is not None
         assert worker.core._tiers._loading.num_late == 2
-        assert counts.extent_ms == pytest.approx(disk.read_ms)
+        assert counts.extent_ms > 10.0
+        worker.settle()
+        (counts,) = worker.core.totals().tiers
+        assert (counts.extent_ms, counts.queue_ms) == (pytest.approx(disk.read_ms), 0.0)
+        assert_idle(worker.core)
+
+    @pytest.mark.parametrize(("turn_s", "num_loaded"), [(0.01, 6), (0.03, 2), (0.06, 0)])
+    def test_a_load_is_predicted_to_wait_for_the_steps_of_others_and_for_other_loads(
+        self, turn_s: float, num_loaded: int
+    ) -> None:
+        """Two extents are copied beside each step, and computing two takes 52 ms. With steps of 10 ms the third of
+        three loads takes 30 ms; with 30 ms the second one takes 60, and so does the first with 60."""
+        disk = PlayedDisk()
+        steps = (StepSample(1.0 + 512 * 0.2, 512, 512 * 513 // 2, 0, 0), StepSample(1.0 + 16 * 0.2, 16, 136, 0, 0))
+        worker = TierWorker(disk_extents=64, disk=disk, calibration=steps, num_blocks=160)
+        for seed in range(14):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
+        worker.add(make_spec("running", make_prompt(20, seed=99), max_tokens=250))
+        for _ in range(60):
+            worker.step()
+            worker.now += turn_s - 0.001
+        for seed in range(3):
+            worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
+        (counts,) = worker.core.totals().tiers
+        assert (counts.extent_ms, counts.queue_ms) == (pytest.approx(turn_s * 500, rel=0.01), 0.0)
+        worker.step()
+        (counts,) = worker.core.totals().tiers
+        assert counts.queue_ms == pytest.approx(num_loaded * turn_s * 500, rel=0.01)
+        for _ in range(8):
+            worker.answer()
+            worker.step()
+            worker.now += turn_s - 0.001
+        assert worker.core.totals().loaded_tokens == num_loaded * 128
+        assert worker.core._tiers is not None
+        assert worker.core._tiers._loading.num_late == 0
+        worker.settle()
+        assert_idle(worker.core)
+
+    def test_a_read_is_predicted_to_wait_for_those_before_it(self) -> None:
+        """An extent takes 20 ms, and computing two of them 52: only the first of two sequences loads."""
+        disk = PlayedDisk()
+        disk.read_ms = 20.0
+        steps = (StepSample(1.0 + 512 * 0.2, 512, 512 * 513 // 2, 0, 0), StepSample(1.0 + 16 * 0.2, 16, 136, 0, 0))
+        worker = TierWorker(disk_extents=64, disk=disk, calibration=steps, num_blocks=96)
+        for seed in range(8):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
+        worker.run(make_spec("measured", make_prompt(300, seed=0)))
+        loaded = worker.core.totals().loaded_tokens
+        for seed in (1, 2):
+            worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
+        worker.settle()
+        assert worker.core.totals().loaded_tokens - loaded == 256
+
+    def test_all_loads_together_take_half_of_the_blocks(self) -> None:
+        """Of 96 blocks, all free or evictable, three loads of two extents take 48, and the fourth finds none left."""
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=64, disk=disk, num_blocks=96, max_loading=8)
+        for seed in range(12):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
+        for seed in range(4):
+            worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
+        worker.step()
+        states = [worker.core._scheduler.sequences[key_of(f"again{seed}")].state.value for seed in range(4)]
+        assert states == ["loading", "loading", "loading", "running"]
+        worker.settle()
+        cached = [end_of(worker.events, f"again{seed}").cached_tokens for seed in range(4)]
+        assert cached == [256, 256, 256, 0]
+
+    def test_a_higher_priority_is_loaded_first(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=64, disk=disk, num_blocks=96, max_loading=1)
+        for seed in range(8):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
+        for seed in range(2):
+            worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed), priority=seed))
+        worker.step()
+        worker.answer()
+        worker.step()
+        sequences = worker.core._scheduler.sequences
+        assert [sequences[key_of(f"again{seed}")].state.value for seed in range(2)] == ["loading", "running"]
         worker.settle()
         assert_idle(worker.core)
 

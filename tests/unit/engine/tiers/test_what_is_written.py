@@ -166,6 +166,11 @@ class TestChoice:
         assert plan_load(Loadable(0, 0, 5, 1.0, 12.9), compute_ms) is None
         assert plan_load(Loadable(0, 0, 5, 1.0, 12.7), compute_ms) is not None
 
+    def test_what_is_loaded_before_counts(self) -> None:
+        assert plan_load(Loadable(0, 4, 0, 1.0, 1.0, 2, 20.0), compute_ms) == LoadPlan(0, 4, 4, 24.0, 51.2)
+        assert plan_load(Loadable(0, 4, 0, 1.0, 1.0, 2, 20.0, 8.5), compute_ms) == LoadPlan(0, 4, 4, 51.0, 51.2)
+        assert plan_load(Loadable(0, 4, 0, 1.0, 1.0, 2, 20.0, 8.6), compute_ms) is None
+
     def test_the_part_of_an_extent_that_is_cached_need_not_be_computed(self) -> None:
         """127 of its tokens are here: computing one is quicker than loading all of it."""
         assert plan_load(Loadable(127, 1, 0, 1.0, 1.0), compute_ms) is None
