@@ -32,8 +32,8 @@ from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.engine.shell.tier_disk import TierDisk
 from disagg.engine.tiers.extent_file import extent_format
 from disagg.engine.tiers.extents import Extent
+from disagg.engine.tiers.sizes import extent_bytes
 from disagg.engine.tiers.store import TierParts
-from disagg.engine.tiers.tiers import extent_bytes
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import GatewayId, RequestId
 from disagg.proto.messages import EXTENT_TOKENS, Sampling, SequenceSpec, StepSample

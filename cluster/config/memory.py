@@ -14,6 +14,7 @@ from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import device_defaults
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.tiers.sizes import staging_bytes
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -49,6 +50,8 @@ class PoolCache(NamedTuple):
     """Draft model of the pool, whose KV takes as many blocks."""
     tier_bytes: int = 0
     """Host memory of each worker for KV beside its cache."""
+    has_folder: bool = False
+    """Whether each worker keeps KV in files, too."""
 
     @property
     def configured_bytes(self) -> int | None:
@@ -66,13 +69,18 @@ class PoolCache(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches of all workers with their tiers of host memory, and of what their experts need beside
-        weights; 0 if the size is measured."""
+        """Bytes of the caches of all workers with their tiers of host memory and the buffers of files, and of what
+        their experts need beside weights; 0 if the size is measured."""
         num_blocks = self.pool.num_blocks
         each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
         if each:
             each += self.scratch_bytes
-        return (each * self.pool.tp + self.tier_bytes) * self.pool.size
+        return (each * self.pool.tp + self.tier_bytes + self.staging_bytes) * self.pool.size
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of each worker's buffers between its cache and its files."""
+        return staging_bytes(self._layout, self.pool.tp) if self.has_folder else 0
 
     @property
     def scratch_bytes(self) -> int:

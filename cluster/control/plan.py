@@ -398,6 +398,7 @@ def plan_cluster(
                     ELEMENT_BYTES[weight_dtype],
                     _draft_of(name, pool, paths[key]),
                     0 if tiers is None else tiers.host_bytes,
+                    has_folder=tiers is not None and tiers.disk is not None,
                 )
             )
             if tiers is not None:

@@ -31,8 +31,8 @@ from disagg.engine.shell.extent_files import FULL, GONE, LOCK_WAIT_S, ExtentFile
 from disagg.engine.tiers.extent_file import extent_format
 from disagg.engine.tiers.extents import Extent
 from disagg.engine.tiers.found import arranged
+from disagg.engine.tiers.sizes import extent_bytes
 from disagg.engine.tiers.store import MOST_WRITES, DiskPort
-from disagg.engine.tiers.tiers import extent_bytes
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import ConfigError
 

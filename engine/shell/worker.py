@@ -44,6 +44,7 @@ from disagg.engine.shell.role import Role, RoleContext
 from disagg.engine.shell.service import WorkerService
 from disagg.engine.shell.tier_disk import TierDisk, open_tier_disk
 from disagg.engine.start_stages import StartStages
+from disagg.engine.tiers.sizes import staging_bytes
 from disagg.engine.tiers.store import TierParts
 from disagg.proto.clock.process_clock import AwakeLoop, process_clock
 from disagg.proto.errors import ConfigError
@@ -306,7 +307,12 @@ class Worker:
     @property
     def _tier_buffers(self) -> list[BufferSize]:
         tiers = self.config.tiers
-        return [] if tiers is None or not tiers.host_bytes else [BufferSize("tier_host", tiers.host_bytes)]
+        if tiers is None:
+            return []
+        buffers = [BufferSize("tier_host", tiers.host_bytes)] if tiers.host_bytes else []
+        if tiers.disk is not None:
+            buffers.append(BufferSize("tier_staging", staging_bytes(self._runner.layout, self._runner.tp)))
+        return buffers
 
     async def _tick_forever(self) -> None:
         while True:

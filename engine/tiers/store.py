@@ -24,14 +24,13 @@ from disagg.engine.plan import Buffer, ModelRunner, is_fatal
 from disagg.engine.tiers.extents import Chain, Extent
 from disagg.engine.tiers.folder import Folder
 from disagg.engine.tiers.load_times import LoadTimes
+from disagg.engine.tiers.sizes import MAX_STAGING
 from disagg.engine.tiers.tier import Pins, Tier, Writing
 from disagg.proto.ids import BlockHash
 from disagg.proto.messages import EXTENT_TOKENS, KvEvent, TierCounts, TierName, TierRemoved, TierStored
 
 _log = logging.getLogger(__name__)
 
-MAX_STAGING = 8
-"""Buffers, of an extent each, between blocks and files."""
 MOST_WRITES = 16
 """Writes of files that wait at a time."""
 LEFT_FOR_READS = 4

@@ -27,28 +27,18 @@ from disagg.engine.config import TierOptions, WorkerConfig
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import ModelRunner
 from disagg.engine.request import Sequence, SequenceState
-from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.tiers.admission import Admission
 from disagg.engine.tiers.extents import chain_of, extent_keys
 from disagg.engine.tiers.loading import Loading
-from disagg.engine.tiers.store import MAX_STAGING, TierParts, TierStore
+from disagg.engine.tiers.sizes import extent_bytes
+from disagg.engine.tiers.store import TierParts, TierStore
 from disagg.engine.tiers.write_queue import WriteQueue
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, BlockHash
-from disagg.proto.messages import EXTENT_TOKENS, KvEvent, KvLayout, TierCounts, TierName
+from disagg.proto.messages import EXTENT_TOKENS, KvEvent, TierCounts, TierName
 
 _SEEN_PER_EXTENT = 4
 """Extents that are remembered as used, for each that the device cache holds."""
-
-
-def extent_bytes(layout: KvLayout, tp: int) -> int:
-    """Bytes of an extent of a worker of `tp` ranks."""
-    return EXTENT_TOKENS * plan_pair(layout, tp, tp).groups[0].token_bytes
-
-
-def staging_bytes(layout: KvLayout, tp: int) -> int:
-    """Bytes of the buffers between a worker's blocks and its files."""
-    return MAX_STAGING * extent_bytes(layout, tp)
 
 
 def check_tiers(options: TierOptions, runner: ModelRunner, max_model_len: int, path: str = "kv_cache.tiers") -> None:

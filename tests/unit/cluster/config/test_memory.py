@@ -143,6 +143,15 @@ def test_tiers_of_host_memory_count(checkpoint: Path) -> None:
     assert notes(checkpoint, tiers) == ("pools.prefill: each worker keeps up to 8192.0 MiB of KV in host memory",)
 
 
+def test_buffers_of_files_count(checkpoint: Path) -> None:
+    """Eight of 128 tokens, beside two caches of 1 GiB."""
+    model = read_model_config(checkpoint)
+    staging = 8 * 128 * 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
+    tiers = {"kv_cache": {"tiers": {"disk": {"path": "/kv", "bytes": "1GiB"}}}}
+    assert refusal(checkpoint, tiers, 2 * GIB + staging - 1).startswith("pools.prefill.kv_cache_bytes: ")
+    assert refusal(checkpoint, tiers, 2 * GIB + staging) == ""
+
+
 @pytest.mark.parametrize(("key", "value"), [("tiers", {"host_bytes": "1GiB"}), ("fetch", True)])
 def test_the_kv_of_a_model_with_windows_is_neither_kept_nor_fetched(key: str, value: object, tmp_path: Path) -> None:
     model = make_checkpoint("gemma3", tmp_path)

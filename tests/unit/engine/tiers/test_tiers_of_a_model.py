@@ -9,7 +9,7 @@ import pytest
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.engine.tiers.extent_file import extent_format
-from disagg.engine.tiers.tiers import extent_bytes
+from disagg.engine.tiers.sizes import extent_bytes
 from tests.support.engine import assert_idle, make_spec
 from tests.support.stepping import make_runner
 from tests.support.tiers import FileDisk, TierWorker

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg.engine.plan import ScheduledSequence, StepPlan
-from disagg.engine.tiers.tiers import extent_bytes
+from disagg.engine.tiers.sizes import extent_bytes
 from tests.support.engine import make_prompt, make_sequence, make_spec
 from tests.support.rank_connections import fake_group
 from tests.support.tiers import TierWorker

@@ -1,0 +1,19 @@
+"""How many bytes extents and their buffers take. Pure, and light to import: the launcher asks, too."""
+
+from __future__ import annotations
+
+from disagg.engine.sharding.kv_routes import plan_pair
+from disagg.proto.messages import EXTENT_TOKENS, KvLayout
+
+MAX_STAGING = 8
+"""Buffers, of an extent each, between blocks and files."""
+
+
+def extent_bytes(layout: KvLayout, tp: int) -> int:
+    """Bytes of an extent of a worker of `tp` ranks."""
+    return EXTENT_TOKENS * plan_pair(layout, tp, tp).groups[0].token_bytes
+
+
+def staging_bytes(layout: KvLayout, tp: int) -> int:
+    """Bytes of the buffers between a worker's blocks and its files."""
+    return MAX_STAGING * extent_bytes(layout, tp)
