@@ -199,8 +199,8 @@ class TierForgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class TierForget:
-    """Drop what tiers have of a tenant, and delete its files. No answer."""
+class ForgetTenant:
+    """Drop what the cache and tiers have of a tenant and no sequence uses, and delete its files. No answer."""
 
     tag: bytes
 
@@ -232,7 +232,7 @@ class Pin:
     spec: SequenceSpec
 
 
-TierAnswer = TierWritten | TierRead | TierScanned | TierFailed | TierFull | TierForgotten | TierForget
+TierAnswer = TierWritten | TierRead | TierScanned | TierFailed | TierFull | TierForgotten
 
 Command = (
     Add
@@ -253,7 +253,7 @@ Command = (
     | TierFailed
     | TierFull
     | TierForgotten
-    | TierForget
+    | ForgetTenant
     | FetchPrefix
     | FetchOver
     | Pin

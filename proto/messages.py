@@ -482,7 +482,13 @@ class CancelMigration(Message, frozen=True, kw_only=True, tag=True):
     attempt: int
 
 
-GatewayToWorker = Dispatch | Connect | Cancel | Migrate | CancelMigration
+class ForgetTenant(Message, frozen=True, kw_only=True, tag=True):
+    """Drop the KV that is kept of a tenant and that no sequence uses, and delete its files. Not answered."""
+
+    tenant_tag: bytes
+
+
+GatewayToWorker = Dispatch | Connect | Cancel | Migrate | CancelMigration | ForgetTenant
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

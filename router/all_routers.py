@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 from typing_extensions import override
 
-from disagg.proto.ids import RequestId
+from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.api import BackgroundView, ClusterView, RequestTrace, Router, RouterViews, TenantLimits
 from disagg.router.config import Decodes
 from disagg.router.statistics import Rates
@@ -53,6 +53,10 @@ class AllRouters(RouterViews):
     def set_decodes(self, decodes: Decodes) -> None:
         for router in self._routers:
             router.set_decodes(decodes)
+
+    @override
+    def forget(self, tenant: str) -> dict[WorkerId, bool]:
+        return {worker_id: told for router in self._routers for worker_id, told in router.forget(tenant).items()}
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         """Set the limits of tenants at every model's router."""

@@ -492,6 +492,10 @@ class RouterViews(Protocol):
         """Set where answers decode from now on; see `events.SetDecodes`."""
         ...
 
+    def forget(self, tenant: str) -> dict[WorkerId, bool]:
+        """Have all workers drop the KV that they keep of a tenant; of each, whether it could be told."""
+        ...
+
 
 class Router(RouterViews, Protocol):
     """The interface of a router for the gateway."""

@@ -189,6 +189,11 @@ class BlockManager:
 
     # ------------------------------------------------------------ audit
 
+    def forget(self, tag: TenantTag) -> None:
+        """Free the cached blocks of a tenant that no sequence uses."""
+        for block in self.prefix.forget(tag):
+            self._free.free(block)
+
     def check_integrity(self, block_tables: Iterable[Seq[int]], num_reserved: int) -> list[str]:
         """Findings; empty when sound.
 

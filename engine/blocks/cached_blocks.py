@@ -85,6 +85,11 @@ class CachedBlocks:
         tenant = self._tenants.get(tag)
         return 0 if tenant is None else len(tenant.blocks)
 
+    def of(self, tag: TenantTag) -> list[int]:
+        """Blocks of one tenant, in the order of release."""
+        tenant = self._tenants.get(tag)
+        return [] if tenant is None else list(tenant.blocks)
+
     def add(self, block: int, tag: TenantTag, *, is_copy: bool = False) -> None:
         """Its tenant released it. A copy goes before all others of the tenant."""
         tenant = self._tenants.get(tag)

@@ -158,6 +158,18 @@ class PrefixCache:
     def evict(self) -> int:
         """Forget the content of the block that goes next, and return that block."""
         block = self.evictable.evict()
+        self._forget_content(block)
+        return block
+
+    def forget(self, tag: TenantTag) -> list[int]:
+        """Forget the content of all evictable blocks of a tenant, and return those blocks."""
+        blocks = self.evictable.of(tag)
+        for block in blocks:
+            self.evictable.hold(block)
+            self._forget_content(block)
+        return blocks
+
+    def _forget_content(self, block: int) -> None:
         if self.on_evict is not None:
             self.on_evict(block)
         del self._tag_of[block]
@@ -172,7 +184,6 @@ class PrefixCache:
                 del announced[block_hash]
                 gone.append(block_hash)
         self._announce(BlocksRemoved, gone)
-        return block
 
     def drain_events(self) -> tuple[KvEvent, ...]:
         """What changed since the last call, in order; neighbours of one kind are merged."""

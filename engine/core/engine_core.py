@@ -48,6 +48,7 @@ from disagg.engine.commands import (
     Extend,
     FetchOver,
     FetchPrefix,
+    ForgetTenant,
     Gather,
     Gathered,
     GatherFailed,
@@ -64,7 +65,6 @@ from disagg.engine.commands import (
     Scatter,
     Scattered,
     TierFailed,
-    TierForget,
     TierForgotten,
     TierFull,
     TierRead,
@@ -296,11 +296,15 @@ class EngineCore:
                 events = []
             case Pin():
                 events = self._pin(command, now)
-            case (
-                TierWritten() | TierRead() | TierScanned() | TierFailed() | TierFull() | TierForgotten() | TierForget()
-            ):
+            case TierWritten() | TierRead() | TierScanned() | TierFailed() | TierFull() | TierForgotten():
                 if self._tiers is not None:
                     self._tiers.handle(command, now)
+                events = []
+            case ForgetTenant(tag):
+                for blocks in (self._blocks, *[window.blocks for window in self._scheduler.kv_cache.windows]):
+                    blocks.forget(tag)
+                if self._tiers is not None:
+                    self._tiers.forget_tenant(tag)
                 events = []
             case End(key, reason, detail):
                 sequence = self._scheduler.sequences.get(key)

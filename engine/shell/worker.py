@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.engine import commands
 from disagg.engine.commands import Command, Event, FetchEnded, FetchOrdered, FetchPrefix, Gathered, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
@@ -57,6 +58,7 @@ from disagg.proto.messages import (
     CancelMigration,
     Connect,
     Dispatch,
+    ForgetTenant,
     GatewayToWorker,
     Migrate,
     StepSample,
@@ -446,6 +448,8 @@ class Worker:
             case CancelMigration():
                 for role in self._roles:
                     role.cancel_migration(AttemptKey(message.request_id, message.attempt), gateway_id)
+            case ForgetTenant(tenant_tag=tag):
+                self.post(commands.ForgetTenant(tag))
             case Dispatch():
                 self._dispatch(message)
         self.flush()

@@ -16,7 +16,6 @@ from collections.abc import Sequence as Seq
 from disagg.engine.commands import (
     TierAnswer,
     TierFailed,
-    TierForget,
     TierForgotten,
     TierFull,
     TierRead,
@@ -173,7 +172,7 @@ class Tiers:
         return num_begun > 0
 
     def handle(self, answer: TierAnswer, now: float) -> None:
-        """An answer of the thread of the files, or an order of an operator."""
+        """An answer of the thread of the files."""
         self._store.note_time(now)
         match answer:
             case TierWritten(number, ok, ms, cpu_ms):
@@ -189,9 +188,11 @@ class Tiers:
                 self._store.folder_full(reason, now)
             case TierForgotten(tag, ok):
                 self._store.forgotten(tag, ok=ok)
-            case TierForget(tag):
-                self._queue.forget(tag)
-                self._store.forget(tag)
+
+    def forget_tenant(self, tag: bytes) -> None:
+        """Drop what there is of a tenant, and delete its files."""
+        self._queue.forget(tag)
+        self._store.forget(tag)
 
     # ------------------------------------------------------------ reports
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.failure_detector import SWEEP_S, FailureDetector, limit
 from disagg.proto.autoscaling import MAX_REQUEST_SAMPLES, LoadReport
+from disagg.proto.block_hash import tenant_tag
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
@@ -264,6 +265,13 @@ class RouterServer(Router):
     @override
     def set_decodes(self, decodes: Decodes) -> None:
         self._handle_event(SetDecodes(decodes))
+
+    @override
+    def forget(self, tenant: str) -> dict[WorkerId, bool]:
+        for link in self._links.values():
+            if link.is_up:
+                link.send(wire.forget(tenant_tag(tenant)))
+        return {worker_id: link.is_up for worker_id, link in self._links.items()}
 
     @override
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:

@@ -17,6 +17,7 @@ from disagg.proto.messages import (
     CancelMigration,
     Connect,
     Dispatch,
+    ForgetTenant,
     Migrate,
     PeerRef,
     SessionHello,
@@ -27,7 +28,7 @@ from disagg.proto.messages import (
     decoder,
 )
 
-Outgoing = Dispatch | Connect | Cancel | Migrate | CancelMigration
+Outgoing = Dispatch | Connect | Cancel | Migrate | CancelMigration | ForgetTenant
 
 _session: Final[msgspec.msgpack.Decoder[StepUpdate | SessionHello]] = msgspec.msgpack.Decoder(WorkerToGateway)
 _report: Final = decoder(WorkerReport)
@@ -47,6 +48,11 @@ def cancel_migration(key: AttemptKey) -> CancelMigration:
 def connect(peer: PeerRef) -> Connect:
     """The frame that makes a prefill worker form a pair."""
     return Connect(decode_peer=peer)
+
+
+def forget(tenant_tag: bytes) -> ForgetTenant:
+    """The frame that makes a worker drop the KV of a tenant."""
+    return ForgetTenant(tenant_tag=tenant_tag)
 
 
 def hello(frame: bytes, expected: WorkerId) -> WorkerInfo:

@@ -22,7 +22,7 @@ from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.grammars import grammar_tokenizer
-from disagg.proto.ids import RequestId
+from disagg.proto.ids import RequestId, WorkerId
 from disagg.router.api import (
     CallDemand,
     ClusterView,
@@ -201,6 +201,7 @@ class FakeRouter:
         self.admitted: list[CallDemand] = []
         self.left = Quota()
         self.stated: list[dict[str, TenantLimits]] = []
+        self.forgotten: list[str] = []
         self.given_back: list[tuple[str, int, int]] = []
         self.no_room: DisaggError | None = None
         self.submitted: list[tuple[RoutedRequest, float]] = []
@@ -226,6 +227,10 @@ class FakeRouter:
     def set_decodes(self, decodes: Decodes) -> None:
         placement = self.cluster.placement._replace(decodes=decodes)
         self.cluster = dataclasses.replace(self.cluster, placement=placement)
+
+    def forget(self, tenant: str) -> dict[WorkerId, bool]:
+        self.forgotten.append(tenant)
+        return {WorkerId("decode-0"): False, WorkerId("prefill-0"): True}
 
     def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
         if self.refusal is not None:

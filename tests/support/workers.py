@@ -31,6 +31,7 @@ from disagg.proto.messages import (
     End,
     Fetched,
     FetchFrom,
+    ForgetTenant,
     GatewayToWorker,
     HandedOver,
     PeerRef,
@@ -233,6 +234,11 @@ class GatewayStub:
         if answer.handed_over:
             await asyncio.wait_for(answer.computed.wait(), 60)
         return answer
+
+    def forget(self, tag: bytes) -> None:
+        """To all workers."""
+        for queue in self._queues.values():
+            queue.put_nowait(ForgetTenant(tenant_tag=tag))
 
     def cancel(self, key: AttemptKey) -> None:
         """To all workers, as the gateway does."""

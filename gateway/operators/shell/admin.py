@@ -201,6 +201,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
             return pb.DrainWorkerResponse()
 
     @override
+    async def ForgetTenant(self, request: pb.ForgetTenantRequest, context: Context) -> pb.ForgetTenantResponse:
+        async with abort_on_error(context), self._change(context, f"forget tenant {request.tenant[:MAX_CHARS]}"):
+            told = self._router.forget(request.tenant)
+            return pb.ForgetTenantResponse(
+                workers=sorted(worker_id for worker_id, is_told in told.items() if is_told),
+                missed=sorted(worker_id for worker_id, is_told in told.items() if not is_told),
+            )
+
+    @override
     async def ApplyConfig(self, request: pb.ApplyConfigRequest, context: Context) -> pb.ApplyConfigResponse:
         async with abort_on_error(context), self._change(context, "apply a configuration"):
             timeout_s = request.ready_timeout_s if request.HasField("ready_timeout_s") else DEFAULT_READY_TIMEOUT_S

@@ -547,6 +547,20 @@ class DrainWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ForgetTenantRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class ForgetTenantResponse(_message.Message):
+    __slots__ = ("workers", "missed")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    missed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ..., missed: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ApplyConfigRequest(_message.Message):
     __slots__ = ("config_json", "dry_run", "no_surge", "restart", "ready_timeout_s")
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]

@@ -323,6 +323,11 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ForgetTenant = channel.unary_unary(
+                '/disagg.v1.AdminService/ForgetTenant',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.ForgetTenantRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.ForgetTenantResponse.FromString,
+                _registered_method=True)
         self.ApplyConfig = channel.unary_unary(
                 '/disagg.v1.AdminService/ApplyConfig',
                 request_serializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.SerializeToString,
@@ -405,6 +410,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetTenant(self, request, context):
+        """ForgetTenant has all workers drop the KV that they keep of a tenant, in their caches, in host memory and in files. What
+        sequences that run use is kept. It answers when the workers are told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ApplyConfig(self, request, context):
         """ApplyConfig gives the cluster another configuration. What differs is changed in place, or worker by worker; it is all
         refused, with INVALID_ARGUMENT and the field's name, where one field cannot be changed. It answers when the change is
@@ -482,6 +495,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ForgetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetTenant,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.ForgetTenantRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.ForgetTenantResponse.SerializeToString,
             ),
             'ApplyConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyConfig,
@@ -699,6 +717,33 @@ class AdminService(object):
             '/disagg.v1.AdminService/DrainWorker',
             disagg_dot_v1_dot_inference__pb2.DrainWorkerRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/ForgetTenant',
+            disagg_dot_v1_dot_inference__pb2.ForgetTenantRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.ForgetTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -144,6 +144,11 @@ class AsyncClient(ClientBase):
         `deadline_s` seconds later is computed again elsewhere. Returns when that is noted."""
         await self._run(self._calls.drain(worker_id, deadline_s))
 
+    async def forget(self, tenant: str) -> tuple[list[str], list[str]]:
+        """Have all workers drop the KV that they keep of a tenant, in memory and in files, except what running
+        sequences use. Returns the workers that were told, and those that were not reached and may still have some."""
+        return await self._run(self._calls.forget(tenant))
+
     async def explain(self, request_id: str) -> Explanation:
         """Explain where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway does not know
         the id (any more)."""

@@ -150,6 +150,11 @@ class Client(ClientBase):
         `deadline_s` seconds later is computed again elsewhere. Returns when that is noted."""
         self._run(self._calls.drain(worker_id, deadline_s))
 
+    def forget(self, tenant: str) -> tuple[list[str], list[str]]:
+        """Have all workers drop the KV that they keep of a tenant, in memory and in files, except what running
+        sequences use. Returns the workers that were told, and those that were not reached and may still have some."""
+        return self._run(self._calls.forget(tenant))
+
     def explain(self, request_id: str) -> Explanation:
         """Explain where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway does not know
         the id (any more)."""

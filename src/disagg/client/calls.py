@@ -243,6 +243,11 @@ class Calls:
         request = pb.DrainWorkerRequest(worker_id=worker_id, deadline_s=deadline_s)
         yield self._call(self._admin.DrainWorker, request)
 
+    def forget(self, tenant: str) -> Flow[tuple[list[str], list[str]]]:
+        """Have all workers drop a tenant's KV: those that were told, and those that were not reached."""
+        response = yield self._call(self._admin.ForgetTenant, pb.ForgetTenantRequest(tenant=tenant))
+        return list(response.workers), list(response.missed)
+
     def apply(
         self,
         config: Mapping[str, object],

@@ -21,6 +21,7 @@ from disagg.proto.messages import (
     AuditRequest,
     Cancel,
     Dispatch,
+    ForgetTenant,
     GatewayToWorker,
     SessionHello,
     StepUpdate,
@@ -59,6 +60,8 @@ class ScriptedWorker:
         self.num_watches = 0
         self._dispatches: asyncio.Queue[Dispatch] = asyncio.Queue()
         self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
+        self.forgotten: asyncio.Queue[bytes] = asyncio.Queue()
+        """Tags of tenants that are to be forgotten."""
         self._up: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._reports: asyncio.Queue[WorkerReport | None] = asyncio.Queue()
         self._calls: set[asyncio.Task[Any]] = set()
@@ -162,6 +165,8 @@ class ScriptedWorker:
                     self._dispatches.put_nowait(dispatch)
                 case Cancel() as cancel:
                     self._cancels.put_nowait(cancel)
+                case ForgetTenant(tenant_tag=tag):
+                    self.forgotten.put_nowait(tag)
 
     async def _watch(self, frame: bytes, context: _Context) -> AsyncIterator[bytes]:
         self._note_call()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from disagg.proto.block_hash import tenant_tag
 from disagg.proto.errors import DeadlineError, OverloadedError, RequestCancelledError, UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import BlocksSnapshot, BlocksStored, Dispatch, Load
@@ -337,3 +338,11 @@ async def test_a_worker_without_a_session_is_empty_at_once() -> None:
         assert drained[1:] == [("d0", "1")]
         await server.remove_worker(d0.info.worker_id)
         assert [worker.info.worker_id for worker in server.view().workers] == ["d1", "p0"]
+
+
+async def test_all_workers_with_a_session_are_told_to_forget_a_tenant() -> None:
+    async with ScriptedWorker("p0") as p0, ScriptedWorker("d0") as d0, router(p0, d0) as server:
+        await d0.stop_listening()
+        await eventually(lambda: server.view().unreachable != ())
+        assert server.forget("team-a") == {"p0": True, "d0": False}
+        assert await asyncio.wait_for(p0.forgotten.get(), WAIT_S) == tenant_tag("team-a")

@@ -198,6 +198,7 @@ Operation = Callable[[AsyncClient], Any]
 ADMIN_ONLY: dict[str, Operation] = {
     "SetPoolSizes": lambda client: client.scale({"decode": 2}),
     "DrainWorker": lambda client: client.drain("decode-0"),
+    "ForgetTenant": lambda client: client.forget("a"),
     "ProbePair": lambda client: client.probe("prefill-0", "decode-0"),
     "ListRequests": lambda client: client.requests(),
     "GetLoad": lambda client: client.load(),
@@ -216,7 +217,7 @@ async def test_what_only_an_admin_may(folder: Path, keys: str, name: str) -> Non
             try:
                 await ADMIN_ONLY[name](client)
             except (UnavailableError, InvalidRequestError):  # there is no controller and no worker here
-                assert name not in ("ListRequests", "GetLoad", "GetShape")
+                assert name not in ("ListRequests", "GetLoad", "GetShape", "ForgetTenant")
 
 
 async def test_requests_are_seen_by_their_tenant_and_admins(folder: Path, keys: str) -> None:

@@ -86,6 +86,23 @@ async def test_a_restarted_worker_loads_what_the_one_before_wrote(tmp_path: Path
     assert await cached_of(config, [first]) == [0]
 
 
+async def test_what_is_kept_of_a_tenant_is_forgotten(tmp_path: Path) -> None:
+    """Requests of the stub have no tenant."""
+    config, prompt = config_of(tmp_path), prompt_of(300)
+    with running_workers(config) as infos:
+        async with open_gateway(infos) as gateway:
+            await until_its_tier_is(infos[0], "")
+            cached = []
+            for number in range(3):
+                answer = await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
+                cached.append(answer.ends[0].cached_tokens)
+                await eventually(lambda: len(files_of(config)) == 2, "extents were not written")
+                if number == 1:
+                    gateway.forget(b"")
+                    await eventually(lambda: not files_of(config), "files were not deleted")
+    assert cached == [0, 288, 0]
+
+
 def test_a_folder_that_cannot_be_used_is_an_error_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "c0").write_text("no folder")
     config = config_of(tmp_path)

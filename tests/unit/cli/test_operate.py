@@ -146,3 +146,25 @@ def test_load_that_is_left_out_is_not_shown_as_none() -> None:
     assert out.getvalue().endswith("\nload is shown to keys with the scope metrics or admin\n")
     assert "it has not decided" not in out.getvalue()
     assert "the controller does not answer" not in out.getvalue()
+
+
+class Forgetting:
+    """A client whose workers are all told but one."""
+
+    def __enter__(self) -> Forgetting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def forget(self, tenant: str) -> tuple[list[str], list[str]]:
+        return ["prefill-0", "prefill-1"], ["decode-0"] if tenant == "a" else []
+
+
+def test_forget_names_workers_that_were_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "open_client", lambda address: Forgetting())
+    out = io.StringIO()
+    operate.run_forget("x:1", "b", Console(file=out))
+    assert out.getvalue() == "2 workers drop what they keep of it\n"
+    with pytest.raises(LaunchError, match=r"^not reached: decode-0; repeat this when they are ready$"):
+        operate.run_forget("x:1", "a", Console(file=out))

@@ -1,4 +1,5 @@
-"""The options of `disagg batch run` and `disagg usage`, which batch.py and usage.py implement."""
+"""The options of `disagg batch run`, `disagg forget` and `disagg usage`, which batch.py, operate.py and usage.py
+implement."""
 
 from __future__ import annotations
 
@@ -27,10 +28,21 @@ def batch_run(
 
 
 def register(app: typer.Typer, panel: str) -> None:
-    """Add the command to `app`, in this panel of its help."""
+    """Add the commands to `app`, in this panel of its help."""
+    app.command("forget", rich_help_panel=panel, epilog=examples("disagg forget team-a"))(_forget)
     app.command(
         "usage", rich_help_panel=panel, epilog=examples("disagg usage", "disagg usage --days 30 --key team-a --json")
     )(_usage)
+
+
+def _forget(
+    tenant: Annotated[str, typer.Argument(help="Its name, as its keys have it.")],
+    address: AddressOption = DEFAULT_ADDRESS,
+) -> None:
+    """Drop the KV that workers keep of a tenant, in memory and in files. What running requests use is kept."""
+    from disagg.cli.operations.operate import run_forget
+
+    run_forget(address, tenant, console())
 
 
 def _usage(

@@ -85,6 +85,15 @@ def run_drain(
             wait_settled(lambda: state_of(client, address), before, console, wait_s, models)
 
 
+def run_forget(address: str, tenant: str, console: Console) -> None:
+    """Have all workers drop the KV of a tenant. Raises `LaunchError` if some were not reached."""
+    with open_client(address) as client:
+        workers, missed = client.forget(tenant)
+    console.print(f"{len(workers)} workers drop what they keep of it", highlight=False)
+    if missed:
+        raise LaunchError(f"not reached: {', '.join(missed)}; repeat this when they are ready")
+
+
 def wait_settled(
     look: Callable[[], ClusterState],
     before: ClusterState,

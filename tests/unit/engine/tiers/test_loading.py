@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from disagg.engine.commands import Release, TierAnswer, TierForget, TierFull, TierScanned, TierWritten
+from disagg.engine.commands import ForgetTenant, Release, TierAnswer, TierFull, TierScanned, TierWritten
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
@@ -463,12 +463,28 @@ class TestWrites:
         disk = PlayedDisk()
         worker = TierWorker(host_extents=16, disk_extents=16, disk=disk)
         worker.run(prompt_of("a"))
-        worker.core.handle(TierForget(b"another"), worker.now)
+        worker.core.handle(ForgetTenant(b"another"), worker.now)
         assert [tier.held_bytes for tier in worker.core.totals().tiers] == [2 * FAKE_EXTENT_BYTES] * 2
-        worker.core.handle(TierForget(b""), worker.now)
+        worker.core.handle(ForgetTenant(b""), worker.now)
         worker.settle()
         assert [tier.held_bytes for tier in worker.core.totals().tiers] == [0, 0]
         assert disk.files == {}
+        assert worker.core.prefix_snapshot().hashes == ()
+        worker.run(prompt_of("a1"))
+        assert end_of(worker.events, "a1").cached_tokens == 0
+
+    def test_what_a_sequence_uses_is_not_forgotten(self) -> None:
+        worker = TierWorker(host_extents=16)
+        worker.run(prompt_of("b"))
+        worker.add(make_spec("a", make_prompt(60, seed=1), max_tokens=8))
+        worker.step()
+        worker.core.handle(ForgetTenant(b""), worker.now)
+        assert set(worker.core.prefix_snapshot().hashes) == set(
+            make_spec("a", make_prompt(60, seed=1)).block_hashes[:3]
+        )
+        worker.settle()
+        assert token_ids_of(worker.events, "a") == expected_output(make_prompt(60, seed=1), 8)
+        assert_idle(worker.core)
 
     def test_forget_deletes_files_when_a_folder_that_failed_is_good_again(self) -> None:
         disk = PlayedDisk()
@@ -476,7 +492,7 @@ class TestWrites:
         worker.run(prompt_of("a"))
         disk.error = "Input/output error"
         worker.run(prompt_of("b"))
-        worker.core.handle(TierForget(b""), worker.now)
+        worker.core.handle(ForgetTenant(b""), worker.now)
         worker.settle()
         assert len(disk.files) == 2
         disk.error = ""
