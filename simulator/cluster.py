@@ -8,7 +8,7 @@ Everything is a function of its arguments: no clock, no randomness. The same spe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from disagg.engine.cache_groups import PoolLimits, window_pools
 from disagg.engine.config import NO_SPECULATION, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import PeerRef, StepSample
+from disagg.proto.messages import PeerRef, StepSample, WorkerMetrics
 from disagg.router.requests import events
 from disagg.simulator.exact.exact_engine import register
 from disagg.simulator.exact.exact_worker import ExactWorker
@@ -105,6 +105,10 @@ class Result:
     """Counts of what the router dropped or repeated, by name."""
     problems: list[str]
     """Resources still held after the last request, and inconsistencies; empty when there are none."""
+    loaded_tokens: int = 0
+    """Prompt tokens whose KV the present workers loaded from tiers."""
+    fetched_tokens: int = 0
+    """Prompt tokens whose KV the present workers got from others."""
 
 
 class SimulatedCluster(Surroundings):
@@ -192,7 +196,14 @@ class SimulatedCluster(Surroundings):
             placements=dict(self.gateway.core.view(self.loop.now).stats.decisions),
             counters=dict(self.gateway.core.counters),
             problems=self.problems(),
+            loaded_tokens=sum(metrics.loaded_tokens for metrics in self._metrics()),
+            fetched_tokens=sum(metrics.fetched_tokens for metrics in self._metrics()),
         )
+
+    def _metrics(self) -> Iterator[WorkerMetrics]:
+        for member in self._members.values():
+            if isinstance(member.worker, ExactWorker):
+                yield member.worker.metrics()
 
     def advance(self, until_s: float) -> bool:
         """Advance to `until_s`, or until every request has ended. Returns whether every request has ended."""

@@ -2,14 +2,17 @@
 
     python -m benchmarks.simulator [--trace conversation_trace.jsonl] [--paces 1 4 8] [--requests N]
         [--exact-requests N] [--json FILE]
+    python -m benchmarks.simulator --tiers [none] [fetch] [host] [all] --trace conversation_trace.jsonl [--requests N]
     python -m benchmarks.simulator --scale N [--scale-workers N]
     python -m benchmarks.simulator --recordings DIR [DIR ...] --times steps.json [--engine exact]
 
 Speed: a Mooncake trace (its own, or one that is made here) at its own pace and at others on 8P+8D, with 20,000 blocks
 of 64 tokens a worker, once for each policy with the fast engine and once with the exact one. Counted is processor time
-of this process for the simulation alone, without reading the trace. Step times are the polynomials that Dynamo's mocker
-has by default (`lib/mocker`, Apache-2.0): a prompt's by its new tokens, a decode's by the share of KV in use. What
-Dynamo itself gives for the trace is an argument, because it runs in another environment: `dynamo_replay.py`.
+of this process for the simulation alone, without reading the trace. Step times are those of Dynamo's mocker (see
+`trace.py`). What Dynamo itself gives for the trace is an argument, because it runs in another environment:
+`dynamo_replay.py`.
+
+Tiers: the trace with KV in host memory, and fetched from other workers, by the exact engine, see `tiers.py`.
 
 Decision: what it costs to compare twelve settings of a small cluster, see `decision.py`.
 
@@ -29,137 +32,32 @@ import tempfile
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulator import tiers
 from benchmarks.simulator.accuracy import compare_folders, point_rows
 from benchmarks.simulator.accuracy import summary as accuracy_summary
 from benchmarks.simulator.decision import decide
-from disagg.engine.config import TransferLimits, WorkerConfig
+from benchmarks.simulator.trace import MAX_MODEL_LEN, figures, read_outline, spec, write_trace
 from disagg.loadtests.records import RequestRecord
-from disagg.loadtests.verdict.goodput import Slo, evaluate
 from disagg.loadtests.workload.arrivals import ArrivalConfig
-from disagg.loadtests.workload.randomness import Stream
-from disagg.loadtests.workload.traces import BLOCK_TOKENS
-from disagg.loadtests.workload.workload import Outline, RandomWorkload, TraceWorkload, outline
-from disagg.proto.messages import KvLayout, RoleName
-from disagg.router.config import PolicyName, RouterConfig
-from disagg.simulator.cluster import Result, SimulatedCluster
-from disagg.simulator.durations.overheads import Overheads
-from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
+from disagg.loadtests.workload.workload import Outline, RandomWorkload, outline
+from disagg.router.config import PolicyName
+from disagg.simulator.cluster import SimulatedCluster
+from disagg.simulator.world.settings import EngineKind
 from disagg.simulator.world.users import UserRequest
-from disagg.step_times.interface import LinkTimes, StepWork
 from tests.support.reports import percentile, positive, print_table, report, write_json
 
 Row = dict[str, Any]
 POLICIES: tuple[PolicyName, ...] = ("joint", "prefix", "least_loaded", "round_robin")
-NUM_WORKERS = 8
-"""Number of workers of each pool."""
-NUM_BLOCKS, BLOCK_SIZE = 20_000, 64
-MAX_MODEL_LEN = 200_000
-KV_BYTES_PER_TOKEN = 131_072
-LINK = LinkTimes(bandwidth_bytes_per_s=50e9, latency_s=5e-5)
-TOKEN_BUDGET = 8192
-LIMITS = Slo(ttft_s=1.0, tpot_s=0.02)
-"""Limits of the goodput."""
 SCALE_ISL, SCALE_OSL = (64, 24_000), (1, 686)
 """Lengths of the run with many workers: in the mean those of Mooncake's conversation trace."""
 SCALE_RATE_PER_PAIR = 2.0
 """Its requests per second for each prefill worker, which is then busy for half of the time."""
 
 
-@dataclass(frozen=True)
-class MockerTimes:
-    """Dynamo's default polynomials; a step with both takes the sum."""
-
-    total_tokens: int
-
-    def step_s(self, work: StepWork) -> float:
-        """Seconds of one engine step."""
-        ms, tokens = 0.0, work.prefill_tokens
-        if tokens:
-            ms += 4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 16.50142
-        if work.num_decodes:
-            share = min(1.0, work.decode_context / self.total_tokens)
-            ms += max(1.0, -25.74 * share**2 + 54.01 * share + 5.74)
-        return ms / 1e3
-
-
-def spec(engine: EngineKind, policy: PolicyName, num_workers: int = NUM_WORKERS) -> ClusterSpec:
-    """As many prefill as decode workers."""
-    times = MockerTimes(NUM_BLOCKS * BLOCK_SIZE)
-    roles: tuple[RoleName, ...] = ("prefill", "decode")
-    pools = [
-        PoolSpec(
-            name=role,
-            size=num_workers,
-            worker=WorkerConfig(
-                worker_id="",
-                roles=(role,),
-                model_path="fake",
-                block_size=BLOCK_SIZE,
-                token_budget=TOKEN_BUDGET,
-                max_num_seqs=256,
-                swap_bytes=0,
-                transport="nccl",
-                transfer=TransferLimits(chunk_bytes=256 << 20, staging_bytes=4 << 30),
-            ),
-            num_blocks=NUM_BLOCKS,
-            times=times,
-        )
-        for role in roles
-    ]
-    layout = KvLayout.dense(
-        num_layers=1, num_kv_heads=1, head_dim=1, dtype="simulated", bytes_per_token=KV_BYTES_PER_TOKEN
-    )
-    return ClusterSpec(
-        pools=pools,
-        kv_layout=layout,
-        max_model_len=MAX_MODEL_LEN,
-        router=RouterConfig(policy=policy, local_prefill="auto" if policy == "joint" else "never"),
-        link=LINK,
-        overheads=Overheads(message_s=2e-4),
-        engine=engine,
-        sample_s=60.0,
-    )
-
-
 # ---------------------------------------------------------------- speed and reuse
-
-
-def read_outline(path: Path, num_requests: int | None, pace: float = 1.0) -> Outline:
-    """The requests of a Mooncake trace at its own lengths and `pace` times its pace."""
-    workload = TraceWorkload(path=str(path), format="mooncake", tokens_per_block=BLOCK_TOKENS, first_n=num_requests)
-    found = outline(workload, ArrivalConfig(kind="trace"), max_model_len=MAX_MODEL_LEN)
-    if pace == 1.0:
-        return found
-    rate_per_s = len(found.requests) / found.requests[-1].due_s * pace
-    return outline(workload, ArrivalConfig(kind="trace", rate_per_s=rate_per_s), max_model_len=MAX_MODEL_LEN)
-
-
-def write_trace(path: Path, num_requests: int) -> None:
-    """A trace in Mooncake's format, where there is none: conversations that come 3.4 times a second, each turn some
-    blocks longer than the one before."""
-    draws = Stream("benchmark trace", 0)
-    open_ends: list[list[int]] = []
-    next_id, now = 0, 0.0
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(num_requests):
-            now += draws.exponential() / 3.4
-            goes_on = bool(open_ends) and draws.uniform() < 0.6
-            before = open_ends.pop(draws.integer(0, len(open_ends) - 1)) if goes_on else []
-            num_new = draws.integer(2, 40)
-            blocks = [*before[:200], *range(next_id, next_id + num_new)]
-            next_id += num_new
-            open_ends.append(blocks)
-            line = {
-                "timestamp": round(now * 1000),
-                "input_length": len(blocks) * BLOCK_TOKENS - draws.integer(0, BLOCK_TOKENS - 1),
-                "output_length": 1 + round(draws.exponential() * 340),
-                "hash_ids": blocks,
-            }
-            file.write(json.dumps(line) + "\n")
 
 
 def measure(engine: EngineKind, policy: PolicyName, requests: Outline, pace: float = 1.0) -> Row:
@@ -173,25 +71,6 @@ def measure(engine: EngineKind, policy: PolicyName, requests: Outline, pace: flo
     gc.enable()
     assert not result.problems, result.problems
     return {"engine": engine, "pace": pace, "policy": policy, "cpu_s": cpu_s, **figures(result, requests, cpu_s)}
-
-
-def figures(result: Result, requests: Outline, cpu_s: float) -> Row:
-    """Flat figures of one run."""
-    answered = [record for record in result.records if record.status == "ok"]
-    ttfts = [record.ttft_s for record in answered if record.ttft_s is not None]
-    tpots = [record.tpot_s for record in answered if record.tpot_s is not None]
-    return {
-        "requests": len(requests.requests),
-        "answered": len(answered),
-        "requests_per_s": len(requests.requests) / cpu_s,
-        "events": result.num_events,
-        "reuse": sum(r.cached_tokens for r in answered) / max(1, sum(r.num_prompt_tokens for r in answered)),
-        "ttft_mean_ms": 1e3 * sum(ttfts) / max(1, len(ttfts)),
-        "ttft_p99_ms": 1e3 * percentile(ttfts, 99) if ttfts else None,
-        "tpot_mean_ms": 1e3 * sum(tpots) / max(1, len(tpots)),
-        "tpot_p99_ms": 1e3 * percentile(tpots, 99) if tpots else None,
-        "attainment": evaluate(result.records, LIMITS, requests.window_s).attainment,
-    }
 
 
 # ---------------------------------------------------------------- many workers
@@ -271,18 +150,24 @@ def summary(
         "prefix_reuse_dynamo": dynamo_reuse,
         "ttft_mean_over_dynamo": ratio,
         "decision_cpu_s": decision_cpu_s,
+        **tiers.summary(rows),
     }
+
+
+def trace_of(options: argparse.Namespace, num_requests: int | None, pace: float = 1.0) -> Outline:
+    """The first requests of the trace that was given, or of one that is made here."""
+    if options.trace is not None:
+        return read_outline(options.trace, num_requests, pace)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.jsonl")
+        write_trace(path, options.requests or 2000)
+        return read_outline(path, num_requests, pace)
 
 
 def speed_rows(options: argparse.Namespace) -> list[Row]:
     """One row for each pace and policy with the fast engine, and one with the exact one."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.trace
-        if path is None:
-            path = Path(folder, "trace.jsonl")
-            write_trace(path, options.requests or 2000)
-        paced = [(pace, read_outline(path, options.requests, pace)) for pace in options.paces]
-        few = read_outline(path, options.exact_requests)
+    paced = [(pace, trace_of(options, options.requests, pace)) for pace in options.paces]
+    few = trace_of(options, options.exact_requests)
     rows = [measure("fast", policy, requests, pace) for pace, requests in paced for policy in options.policies]
     return [*rows, measure("exact", "joint", few)] if options.exact_requests else rows
 
@@ -297,6 +182,12 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--dynamo-reuse", type=float, help="share of prompt tokens that Dynamo's router reuses")
     parser.add_argument("--dynamo-ttft-ms", type=float, help="its mean TTFT")
+    parser.add_argument(
+        "--tiers",
+        nargs="*",
+        choices=tiers.VARIANTS,
+        help="instead: KV in tiers and fetched; all of these by default",
+    )
     parser.add_argument("--scale", type=positive, help="instead: so many requests on --scale-workers workers")
     parser.add_argument("--scale-workers", type=positive, default=1000)
     parser.add_argument(
@@ -317,6 +208,8 @@ def main() -> None:
         accuracy = accuracy_summary(rows, compared)
     elif options.scale is not None:
         rows = [measure_scale(options.scale, options.scale_workers)]
+    elif options.tiers is not None:
+        rows = tiers.reuse(trace_of(options, options.requests), options.tiers or tiers.VARIANTS)
     else:
         rows = speed_rows(options)
         decision = decide()

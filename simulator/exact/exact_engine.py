@@ -144,7 +144,7 @@ class ExactEngine(ABC):
             config.report_idle_s,
             self.load,
             self.core.drain_kv_events,
-            self._metrics if self.core.tiers else None,
+            self.metrics if self.core.tiers else None,
             lambda report: world.to_gateway(events.WorkerReported(report)),
         )
 
@@ -322,7 +322,7 @@ class ExactEngine(ABC):
         """A clock on which copies take time, though the event loop has not come to their end."""
         return self._loop.now + self._copy_s()
 
-    def _metrics(self) -> WorkerMetrics:
+    def metrics(self) -> WorkerMetrics:
         """The counters of tiers. The router takes the others from steps and requests."""
         totals = self.core.totals()
         return WorkerMetrics(

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.simulator import accuracy, command, decision
+from benchmarks.simulator import accuracy, command, decision, trace
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord, to_line
@@ -26,8 +26,8 @@ def record(index: int, ttft_s: float, tpot_s: float) -> RequestRecord:
 
 
 def test_a_trace_of_its_own_is_simulated_by_both_engines(tmp_path: Path) -> None:
-    command.write_trace(tmp_path / "trace.jsonl", 40)
-    requests = command.read_outline(tmp_path / "trace.jsonl", 30)
+    trace.write_trace(tmp_path / "trace.jsonl", 40)
+    requests = trace.read_outline(tmp_path / "trace.jsonl", 30)
     assert len(requests.requests) == 30
     rows = [command.measure(engine, "joint", requests) for engine in ("fast", "exact")]
     assert [row["answered"] for row in rows] == [30, 30]
@@ -46,7 +46,7 @@ def test_what_was_not_measured_is_null() -> None:
 
 
 def test_step_times_are_the_polynomials() -> None:
-    times = command.MockerTimes(1000)
+    times = trace.MockerTimes(1000)
     assert times.step_s(StepWork(1000, 0, 0, 0)) == pytest.approx((0.4209989 + 15.18344 + 16.50142) / 1e3)
     assert times.step_s(StepWork(0, 0, 2, 100)) == pytest.approx((-0.2574 + 5.401 + 5.74) / 1e3)
     assert times.step_s(StepWork(0, 0, 2, 5000)) == pytest.approx((-25.74 + 54.01 + 5.74) / 1e3)
