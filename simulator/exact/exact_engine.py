@@ -32,6 +32,7 @@ from disagg.engine.core.outbox import Outbox, TokenPacing
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.plan import StepPlan
 from disagg.engine.tiers.store import TierParts
+from disagg.engine.tiers.tiers import extent_bytes
 from disagg.proto.ids import AttemptKey, Incarnation, WorkerId
 from disagg.proto.messages import Load, StepSample, TierName, WorkerInfo, WorkerMetrics
 from disagg.router.requests import events
@@ -115,7 +116,8 @@ class ExactEngine(ABC):
         self._runner = runner
         self._folder: TierFolder | None = None
         if config.tiers is not None and config.tiers.disk is not None:
-            self._folder = TierFolder(world.loop, world.tier_times, files, self.post)
+            most = config.tiers.disk.bytes // extent_bytes(runner.layout, runner.tp)
+            self._folder = TierFolder(world.loop, world.tier_times, files, most, self.post)
         self.core = EngineCore(
             runner, config=config, calibration=calibration, tier_parts=TierParts(self._copy_clock, self._folder)
         )

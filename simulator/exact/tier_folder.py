@@ -13,24 +13,34 @@ from functools import partial
 from disagg.engine.commands import TierAnswer, TierForgotten, TierRead, TierScanned, TierWritten
 from disagg.engine.plan import Buffer
 from disagg.engine.tiers.extents import Extent
-from disagg.engine.tiers.store import DiskPort
+from disagg.engine.tiers.found import arranged
+from disagg.engine.tiers.store import MOST_WRITES, DiskPort
 from disagg.simulator.durations.tier_times import TierTimes
 from disagg.simulator.world.clock import EventLoop
 
-MOST_WRITES = 16
-"""Writes that wait at a time, as of a worker's thread."""
 Files = dict[Extent, None]
 """The files of a folder, which outlives the processes that use it."""
 
 
 class TierFolder(DiskPort):
-    """One process's use of a folder. Owner: the worker. `post` takes the answers."""
+    """One process's use of a folder.
 
-    def __init__(self, loop: EventLoop, times: TierTimes, files: Files, post: Callable[[TierAnswer], None]) -> None:
+    Args:
+        files: of the folder, those last that were written last.
+        most: files that the worker keeps, of which one that it has at its start may have more.
+        post: takes the answers.
+    """
+
+    def __init__(
+        self, loop: EventLoop, times: TierTimes, files: Files, most: int, post: Callable[[TierAnswer], None]
+    ) -> None:
         self._loop = loop
         self._times = times
         self._files = files
+        self._most = most
         self._post = post
+        self._known: set[Extent] = set()
+        """Files that an earlier scan found, or that were written here."""
         self._reads: deque[tuple[float, Callable[[], None]]] = deque()
         """Seconds of each read that waits, and what ends it."""
         self._writes: deque[tuple[float, Callable[[], None]]] = deque()
@@ -47,16 +57,24 @@ class TierFolder(DiskPort):
         return len(self._writes) < MOST_WRITES
 
     def scan(self, *, anew: bool) -> None:
-        """Answer with the files that there are, in no time; nobody else writes there, so `anew` is always so."""
-        self._loop.at(self._loop.now, self._scanned)
+        """Find the files that others wrote, or an earlier process, in no time."""
+        self._loop.at(self._loop.now, self._scanned, anew)
 
-    def _scanned(self) -> None:
-        if not self._is_closed:
-            self._post(TierScanned(tuple(self._files)))
+    def _scanned(self, anew: bool) -> None:
+        if self._is_closed:
+            return
+        if anew:
+            self._known.clear()
+        found = arranged(self._files, self._most)
+        new = tuple(extent for extent in found.extents if extent not in self._known)
+        gone = tuple(extent.key for extent in self._known if extent not in self._files)
+        self._known = set(found.extents)
+        self._post(TierScanned(new, gone))
 
     def write(self, number: int, extent: Extent, payload: Buffer) -> None:
         """Write a file behind all other orders."""
-        self._writes.append((self._times.file_s(len(payload)), partial(self._written, number, extent)))
+        seconds = self._times.file_s(len(payload))
+        self._writes.append((seconds, partial(self._written, number, extent, seconds)))
         self._go_on()
 
     def read(self, number: int, extent: Extent, payload: Buffer) -> None:
@@ -69,15 +87,21 @@ class TierFolder(DiskPort):
         """Delete files, in no time."""
         for extent in extents:
             self._files.pop(extent, None)
+            self._known.discard(extent)
 
     def forget(self, tag: bytes) -> None:
         """Delete the files of a tenant, in no time."""
         self.delete([extent for extent in self._files if extent.tag == tag])
-        self._post(TierForgotten(tag, True))
+        self._loop.at(self._loop.now, self._forgotten, tag)
 
-    def _written(self, number: int, extent: Extent) -> None:
+    def _forgotten(self, tag: bytes) -> None:
+        if not self._is_closed:
+            self._post(TierForgotten(tag, True))
+
+    def _written(self, number: int, extent: Extent, seconds: float) -> None:
         self._files[extent] = None
-        self._post(TierWritten(number, True))
+        self._known.add(extent)
+        self._post(TierWritten(number, True, seconds * 1e3))
 
     def _was_read(self, number: int, extent: Extent, seconds: float) -> None:
         self._post(TierRead(number, extent in self._files, seconds * 1e3))

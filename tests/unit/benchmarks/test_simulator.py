@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from benchmarks.simulator import accuracy, command, decision, trace
+from benchmarks.simulator import accuracy, command, decision, tiers, trace
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord, to_line
@@ -15,6 +17,7 @@ from disagg.loadtests.verdict import recordings
 from disagg.loadtests.verdict.recordings import Point, Recording, RunInfo
 from disagg.loadtests.workload.arrivals import ArrivalConfig
 from disagg.loadtests.workload.workload import RandomWorkload
+from disagg.proto.messages import EXTENT_TOKENS
 from disagg.step_times.interface import StepWork
 
 
@@ -39,6 +42,33 @@ def test_a_trace_of_its_own_is_simulated_by_both_engines(tmp_path: Path) -> None
     assert flat["prefix_reuse"] == fast["reuse"]
     assert (flat["prefix_reuse_dynamo"], flat["exact_requests_per_s"]) == (0.25, exact["requests_per_s"])
     assert flat["tpot_error"] is None
+
+
+def test_tiers_reuse_prompts_that_device_caches_cannot_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts of 4,096 tokens in turns, on one pair whose caches hold two of them. The last block of each may not
+    be loaded, because one token has to be computed."""
+    for module in (trace, tiers):
+        monkeypatch.setattr(module, "NUM_BLOCKS", 128)
+    monkeypatch.setattr(trace, "MAX_MODEL_LEN", 8_000)
+    monkeypatch.setattr(tiers, "spec", partial(trace.spec, num_workers=1))
+    lines = [
+        {
+            "timestamp": 2000 * index,
+            "input_length": 4096,
+            "output_length": 2,
+            "hash_ids": list(range(8 * (index % 3), 8 * (index % 3) + 8)),
+        }
+        for index in range(9)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    rows = tiers.reuse(trace.read_outline(path, None), ("none", "host"))
+
+    again = 6 / 9 * (4096 - EXTENT_TOKENS) / 4096
+    assert [row["reuse"] for row in rows] == [0.0, pytest.approx(again)]
+    assert [row["loaded"] for row in rows] == [0.0, pytest.approx(again)]
+    assert tiers.summary(rows) == {"tiers_reuse": None, "tiers_ttft_mean_over_none": None}
 
 
 def test_what_was_not_measured_is_null() -> None:

@@ -74,6 +74,15 @@ def test_a_prefix_that_was_evicted_is_loaded_from_a_tier(tiers: TierOptions | No
     assert _ttft_s(result) == pytest.approx(ttft_s)
 
 
+def test_a_tier_that_takes_longer_than_computing_is_not_read() -> None:
+    """The first write shows how long a copy takes."""
+    spec = replace(_spec(HOST), tier_times=TierTimes(host_bytes_per_s=EXTENT_BYTES / 0.2))
+    result = simulated(spec, _prompts((0.0, 0), (10.0, 1), (20.0, 2), (30.0, 0)))
+
+    assert [record.cached_tokens for record in result.records] == [0, 0, 0, 0]
+    assert _ttft_s(result) == pytest.approx(0.010 + 0.512)
+
+
 @pytest.mark.parametrize(("tiers", "cached"), [(HOST, 0), (DISK, NUM_LOADED * EXTENT_TOKENS)], ids=["host", "disk"])
 def test_a_worker_that_comes_back_finds_its_files_and_no_memory(tiers: TierOptions, cached: int) -> None:
     fault = Fault(at_s=5.0, worker_id="colocated-0", back_after_s=1.0)
