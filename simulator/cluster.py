@@ -378,6 +378,9 @@ class SimulatedCluster(Surroundings):
         if isinstance(worker, ExactWorker):
             for pair in worker.pairs():
                 pair.close()
+            for member in self._members.values():
+                if isinstance(member.worker, ExactWorker):
+                    member.worker.fetches.source_is_gone(peer)
         self.gateway.worker_lost(worker)
 
     def _on_drained(self, worker_id: WorkerId) -> None:

@@ -81,11 +81,8 @@ def summary(rows: Sequence[Row]) -> Row:
     """The figures that matter; null where nothing was measured."""
     found = {row["variant"]: row for row in rows if "variant" in row}
     none, every = found.get("none"), found.get("all")
-    is_compared = none is not None and every is not None
-    return {
-        "tiers_reuse": None if every is None else every["reuse"],
-        "tiers_ttft_mean_over_none": every["ttft_mean_ms"] / none["ttft_mean_ms"] if is_compared else None,
-    }
+    ratio = None if none is None or every is None else every["ttft_mean_ms"] / none["ttft_mean_ms"]
+    return {"tiers_reuse": None if every is None else every["reuse"], "tiers_ttft_mean_over_none": ratio}
 
 
 def reuse(requests: Outline, variants: Sequence[Variant] = VARIANTS) -> list[Row]:

@@ -76,6 +76,7 @@ def register(
         max_itl_ms=config.max_itl_ms,
         expert_share=runner.expert_share,
         tiers=tiers,
+        fetches=config.fetch,
     )
 
 
@@ -146,7 +147,7 @@ class ExactEngine(ABC):
             config.report_idle_s,
             self.load,
             self.core.drain_kv_events,
-            self.metrics if self.core.tiers else None,
+            self.metrics if self.core.tiers or config.fetch else None,
             lambda report: world.to_gateway(events.WorkerReported(report)),
         )
 
@@ -325,10 +326,14 @@ class ExactEngine(ABC):
         return self._loop.now + self._copy_s()
 
     def metrics(self) -> WorkerMetrics:
-        """The counters of tiers. The router takes the others from steps and requests."""
+        """The counters of tiers and fetches. The router takes the others from steps and requests."""
         totals = self.core.totals()
         return WorkerMetrics(
-            loaded_tokens=totals.loaded_tokens, dropped_extents=totals.dropped_extents, tiers=totals.tiers
+            loaded_tokens=totals.loaded_tokens,
+            dropped_extents=totals.dropped_extents,
+            tiers=totals.tiers,
+            fetched_tokens=totals.fetched_tokens,
+            fetches=dict(totals.fetches),
         )
 
     def _tell(self, happened: list[Event]) -> None:

@@ -22,9 +22,14 @@ from disagg.engine.commands import (
     Event,
     Export,
     Exported,
+    FetchEnded,
+    FetchGivenUp,
+    FetchOrdered,
+    FetchPrefix,
     Gathered,
     Held,
     Joined,
+    Pinned,
     PrefillComputed,
     Release,
     Reserved,
@@ -32,7 +37,8 @@ from disagg.engine.commands import (
     Scattered,
 )
 from disagg.engine.config import WorkerConfig
-from disagg.engine.kv_transfer.commands import ReceiveOver, SendOver
+from disagg.engine.core.fetching import is_fetch_key
+from disagg.engine.kv_transfer.commands import DEADLINE, ReceiveOver, SendOver, ended_on_prefill
 from disagg.proto.handover import Failure
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import (
@@ -48,6 +54,7 @@ from disagg.proto.messages import (
     StepSample,
 )
 from disagg.simulator.exact.exact_engine import ExactEngine
+from disagg.simulator.exact.fetches import Fetches
 from disagg.simulator.exact.hand_over import Pair
 from disagg.simulator.exact.tier_folder import Files
 from disagg.simulator.exact.timed_runner import TimedRunner
@@ -97,6 +104,15 @@ class ExactWorker(ExactEngine):
         """Attempts (as D) whose hand-over is under way."""
         self._gateway_of: dict[AttemptKey, GatewayId] = {}
         """The gateway of each attempt (as D), from its offer or dispatch to its end."""
+        self._served_on: dict[AttemptKey, Pair] = {}
+        """The pair of each prefix that is sent to a worker that fetches it."""
+        self.fetches = Fetches(world, self, self._worker_of, self._offer_prefix)
+
+    @property
+    def peer_ref(self) -> PeerRef:
+        """How other workers name it."""
+        info = self.info
+        return PeerRef(worker_id=info.worker_id, incarnation=info.incarnation, address=info.address)
 
     def pairs(self) -> list[Pair]:
         """The pairs that this worker formed as P."""
@@ -111,6 +127,7 @@ class ExactWorker(ExactEngine):
         """Counts of what is held (all zero when idle), and inconsistencies."""
         counts, problems = self.core.audit()
         held = {"attempts": len(self._sending) + len(self._gateway_of), "receiving": len(self._receiving)}
+        held |= {**self.fetches.holdings(), "sent_prefixes": len(self._served_on)}
         for pair in self._pairs.values():
             for name, count in pair.holdings().items():
                 if name != "tombstones":  # they fade
@@ -149,6 +166,8 @@ class ExactWorker(ExactEngine):
             self._outbox.end(spec.gateway_id, spec.key, "refused", f"{self.config.worker_id} cannot run this dispatch")
             return
         self._pending_prompts.dispatched(spec.key, spec.num_known_tokens)
+        if dispatch.fetch is not None and self.config.fetch:
+            self.post(FetchPrefix(spec, dispatch.fetch))
         if peer is None:
             self._gateway_of[spec.key] = spec.gateway_id
             self.post(Add(spec))
@@ -181,11 +200,21 @@ class ExactWorker(ExactEngine):
             pair.offer(spec)
             self.flush()
 
+    def _offer_prefix(self, peer: PeerRef, spec: SequenceSpec) -> None:
+        pair = self._pair_with(peer)
+        assert pair is not None, "the worker that fetches is here"
+        self._served_on[spec.key] = pair
+        pair.offer(spec, is_prefix=True)
+
+    def _worker_of(self, peer: PeerRef) -> ExactWorker | None:
+        other = self._world.find_worker(peer)
+        return other if isinstance(other, ExactWorker) else None
+
     def _pair_with(self, peer: PeerRef) -> Pair | None:
         pair = self._pairs.get(peer)
         if pair is None:
-            other = self._world.find_worker(peer)
-            if not isinstance(other, ExactWorker):
+            other = self._worker_of(peer)
+            if other is None:
                 return None
             pair = self._pairs[peer] = Pair(self._world, self, other)
         return pair
@@ -207,8 +236,26 @@ class ExactWorker(ExactEngine):
 
     @override
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Exported):
-            self._on_exported(event)
+        match event:
+            case Exported():
+                self._on_exported(event)
+            case FetchOrdered():
+                self.fetches.order(event)
+            case FetchEnded():
+                self._outbox.fetched(event.gateway_id, event.message)
+            case FetchGivenUp():
+                self._give_up_fetch(event.key)
+            case Pinned():
+                self.fetches.pinned(event)
+            case _:
+                self._on_sequence_event(event)
+
+    def _on_sequence_event(self, event: Event) -> None:
+        if (pair := self._served_on.get(event.key)) is not None:
+            self._on_served_event(pair, event)
+            return
+        if self.fetches.orders(event.key) or is_fetch_key(event.key):
+            self._on_prefix_event(event)
             return
         sending = self._sending.get(event.key)
         if sending is not None:
@@ -216,9 +263,41 @@ class ExactWorker(ExactEngine):
         if (sending is None or sending.is_move) and (event.key in self._gateway_of or event.key in self._receiving):
             self._on_decode_event(event)
 
+    # ------------------------------------------------------------ prefixes that are fetched
+
+    def _give_up_fetch(self, key: AttemptKey) -> None:
+        if (pair := self._receiving.get(key)) is not None:
+            pair.receiver.cancel(key)
+        elif self.fetches.orders(key):
+            self.fetches.over(key, "late")
+
+    def _on_served_event(self, pair: Pair, event: Event) -> None:
+        if isinstance(event, Ended):
+            pair.sender.cancel(event.key, DEADLINE if event.reason == "deadline" else ended_on_prefill(event.reason))
+        else:
+            pair.sender.on_event(event)
+        self._forget_if_served(event.key)
+
+    def _on_prefix_event(self, event: Event) -> None:
+        if (pair := self._receiving.get(event.key)) is not None:
+            pair.receiver.on_event(event)
+            if isinstance(event, Scattered):
+                self._forget_if_received(event.key)
+
+    def _forget_if_served(self, key: AttemptKey) -> None:
+        pair = self._served_on.get(key)
+        if pair is not None and not self.fetches.serves(key) and not pair.sender.is_copying(key):
+            del self._served_on[key]
+
     @override
     def _owns(self, key: AttemptKey) -> bool:
-        return key in self._sending or key in self._gateway_of or key in self._receiving
+        return (
+            key in self._sending
+            or key in self._gateway_of
+            or key in self._receiving
+            or key in self._served_on
+            or self.fetches.orders(key)
+        )
 
     # ------------------------------------------------------------ the prefill role
 
@@ -247,11 +326,17 @@ class ExactWorker(ExactEngine):
 
     def on_reserved(self, key: AttemptKey) -> None:
         """Note the time since the dispatch as the attempt's wait for blocks on D."""
-        sending = self._sending[key]
+        sending = self._sending.get(key)
+        if sending is None:  # a prefix
+            return
         sending.alloc_wait_s = self._loop.now - sending.dispatched_at
 
     def on_sent_over(self, over: SendOver) -> None:
         """Tell the gateway the end of an attempt that was refused, failed or past its deadline."""
+        if self.fetches.serves(over.key):
+            self.fetches.sent(over.key)
+            self._forget_if_served(over.key)
+            return
         sending = self._sending[over.key]
         sending.is_over = True
         cause = over.cause
@@ -303,8 +388,15 @@ class ExactWorker(ExactEngine):
         """Remove a pair through which no more attempts are offered."""
         self._incoming.pop(pair, None)
 
-    def on_offered(self, pair: Pair, spec: SequenceSpec) -> bool:
-        """Take the attempt. Returns False where this worker has it already, in either role."""
+    def on_offered(self, pair: Pair, spec: SequenceSpec, *, is_prefix: bool) -> bool:
+        """Take the attempt, or the prefix. Returns False where this worker has it already, in either role, or does not
+        fetch the prefix."""
+        if is_prefix:
+            is_wanted = self.fetches.orders(spec.key) and spec.key not in self._receiving
+            if is_wanted:
+                self._under_way.add(spec.key)
+                self._receiving[spec.key] = pair
+            return is_wanted
         if self._owns(spec.key):
             return False
         self._under_way.add(spec.key)
@@ -317,7 +409,9 @@ class ExactWorker(ExactEngine):
         key = over.key
         if self._receiving.get(key) is not pair:
             return
-        if over.outcome == "committed":
+        if self.fetches.orders(key):
+            self.fetches.received(over)
+        elif over.outcome == "committed":
             if (gateway_id := self._gateway_of.get(key)) is not None:
                 began_at = self._loop.now if over.began_at is None else over.began_at
                 message = HandedOver(

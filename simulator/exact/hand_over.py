@@ -74,8 +74,9 @@ class DecodeEnd(PairedWorker, Protocol):
         """The prefill worker of the pair died."""
         ...
 
-    def on_offered(self, pair: Pair, spec: SequenceSpec) -> bool:
-        """An attempt is offered. Returns False where this worker has it already."""
+    def on_offered(self, pair: Pair, spec: SequenceSpec, *, is_prefix: bool) -> bool:
+        """An attempt, or a prefix, is offered. Returns False where this worker has it already, or did not ask for
+        it."""
         ...
 
     def on_received_over(self, pair: Pair, over: ReceiveOver) -> None:
@@ -125,9 +126,8 @@ class _ReceiverEnd(_End):
         """Do nothing: the receive is posted at once, and the bytes come in this order."""
 
     def on_offered(self, spec: SequenceSpec, *, is_prefix: bool) -> bool:
-        """Ask D whether it takes the attempt."""
-        assert not is_prefix, "nobody fetches here"
-        return self._pair.decode.on_offered(self._pair, spec)
+        """Ask D whether it takes the attempt, or the prefix."""
+        return self._pair.decode.on_offered(self._pair, spec, is_prefix=is_prefix)
 
     def on_over(self, over: ReceiveOver) -> None:
         """Tell D that the hand-over of an attempt is decided."""
@@ -169,9 +169,9 @@ class Pair:
         """Counts of what both halves hold; all zero when idle."""
         return {**self.sender.half.holdings(), **self.receiver.half.holdings()}
 
-    def offer(self, spec: SequenceSpec, move: int = 0) -> None:
-        """Offer an attempt to D: a prompt, or a move of a sequence that decodes on P."""
-        self.sender.offer(spec, self._world.loop.now, move)
+    def offer(self, spec: SequenceSpec, move: int = 0, *, is_prefix: bool = False) -> None:
+        """Offer an attempt to D: a prompt, a move of a sequence that decodes on P, or a prefix that D fetches."""
+        self.sender.offer(spec, self._world.loop.now, move, is_prefix=is_prefix)
 
     # ------------------------------------------------------------ messages
 

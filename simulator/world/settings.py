@@ -89,6 +89,8 @@ class ClusterSpec:
             raise ValueError(
                 "pools: no worker decodes; a cluster needs a pool decode, colocated or workers of at least 1"
             )
+        if self.engine == "fast" and any(pool.worker.fetch for pool in self.pools):
+            raise ValueError("kv_cache.fetch: the fast engine fetches nothing; take the exact one")
         if self.engine == "fast" and any(pool.worker.tiers is not None for pool in self.pools):
             raise ValueError("kv_cache.tiers: the fast engine knows no tiers; take the exact one")
         if not self.jump_s >= 0:
