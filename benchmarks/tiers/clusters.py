@@ -38,6 +38,7 @@ def config(model: str, mode: str, workload: Workload, folder: Path) -> dict[str,
     return {
         "model": {"name": model, "max_model_len": -(-workload.longest // 128) * 128},
         "kv_cache": kv_cache,
+        "placement": {"local_prefill": workload.local_prefill},
         "pools": {
             "prefill": {"size": 2, "num_blocks": workload.prefill_blocks},
             "decode": {"size": 2, "num_blocks": workload.decode_blocks},

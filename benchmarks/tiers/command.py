@@ -28,15 +28,15 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tiers import figures
 from benchmarks.tiers.choice import LENGTHS, Choice
-from benchmarks.tiers.clusters import DISK, MODES, NONE, config, counters_of, restart_workers
+from benchmarks.tiers.clusters import ALL, DISK, MODES, NONE, PEER, config, counters_of, restart_workers
 from benchmarks.tiers.conversations import Client, Workload
-from benchmarks.tiers.figures import AGENTS, LONG
+from benchmarks.tiers.figures import AGENTS, CONVERSATIONS, LOCAL, LONG
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.engine.config import WorkerConfig
 from disagg.engine.shell.cpu_dtype import cpu_dtype_here
@@ -46,7 +46,9 @@ from tests.support.launch import LAUNCHERS, launched
 from tests.support.reports import positive, print_table, report, write_json
 
 CHOICE = "choice"
-PARTS = (LONG, AGENTS, CHOICE)
+PARTS = (*CONVERSATIONS, CHOICE)
+OF_AGENTS = (NONE, PEER, ALL)
+"""Modes of the parts with agents."""
 RESTARTED = (NONE, DISK)
 """Modes whose workers are restarted after the last turn."""
 QUIET_S = 2.0
@@ -54,7 +56,7 @@ QUIET_S = 2.0
 
 
 def workloads(*, is_quick: bool) -> dict[str, Workload]:
-    """The conversations of both parts."""
+    """The conversations of all parts."""
     long = Workload(
         name=LONG,
         num_conversations=8 if is_quick else 24,
@@ -67,16 +69,17 @@ def workloads(*, is_quick: bool) -> dict[str, Workload]:
     )
     agents = Workload(
         name=AGENTS,
-        num_conversations=4 if is_quick else 6,
+        num_conversations=6 if is_quick else 8,
         num_turns=5,
         opening_tokens=1024,
         turn_tokens=128,
         output_tokens=48,
-        prefill_blocks=160,
+        prefill_blocks=128,
         decode_blocks=1024,
+        local_prefill="never",
         seed=2,
     )
-    return {LONG: long, AGENTS: agents}
+    return {LONG: long, AGENTS: agents, LOCAL: replace(agents, name=LOCAL, local_prefill="auto")}
 
 
 async def converse(address: str, workload: Workload, mode: str, repeat: int) -> list[dict[str, Any]]:
@@ -109,7 +112,8 @@ async def converse(address: str, workload: Workload, mode: str, repeat: int) -> 
 def measure_clusters(options: argparse.Namespace, workload: Workload) -> Iterator[dict[str, Any]]:
     """All modes in turn, forth and back again, each time on a new cluster."""
     for repeat in range(options.repeats):
-        for mode in options.modes if repeat % 2 == 0 else options.modes[::-1]:
+        modes = [mode for mode in options.modes if workload.name == LONG or mode in OF_AGENTS]
+        for mode in modes if repeat % 2 == 0 else modes[::-1]:
             say(f"{workload.name}, {mode}, run {repeat + 1}")
             with tempfile.TemporaryDirectory(prefix="disagg-bench-kv-", dir=options.folder) as folder:
                 described = config(options.model, mode, workload, Path(folder))

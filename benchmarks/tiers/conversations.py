@@ -39,6 +39,8 @@ class Workload:
     prefill_blocks: int
     """Blocks of the device cache of each of the two prefill workers."""
     decode_blocks: int
+    local_prefill: str = "auto"
+    """Whether decode workers may compute prompts: `auto` or `never`."""
     concurrency: int = 2
     num_others: int = 2
     """Streams beside them."""

@@ -11,7 +11,8 @@ from benchmarks.tiers.conversations import Turn
 from tests.support.reports import percentile
 
 Row = Mapping[str, Any]
-LONG, AGENTS = "long", "agents"
+LONG, AGENTS, LOCAL = "long", "agents", "local"
+CONVERSATIONS = (LONG, AGENTS, LOCAL)
 
 
 def row_of(part: str, mode: str, repeat: int, turns: Sequence[Turn], *, restarted: bool = False) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def summarize(rows: Sequence[Row], reuse_trace: float | None) -> dict[str, float
     plain = _percentile(ttfts(rows, AGENTS, NONE), 50)
     flat["turn2_ttft_over_none"] = ratio(_percentile(ttfts(rows, AGENTS, PEER), 50), plain)
     flat["turn2_ttft_all_over_none"] = ratio(_percentile(ttfts(rows, AGENTS, ALL), 50), plain)
-    for part in (LONG, AGENTS):
+    for part in CONVERSATIONS:
         tpot = _percentile(others(rows, part, NONE, "tpot_ms"), 99)
         for mode in MODES[1:]:
             name = f"{part}_{mode}"
@@ -137,7 +138,7 @@ def mean_ms(values: Sequence[float], percent: float) -> str:
 def tables(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Title, columns and lines of what was measured."""
     found: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = []
-    for part in (LONG, AGENTS):
+    for part in CONVERSATIONS:
         lines: list[tuple[str, ...]] = []
         for mode in MODES:
             if not (tokens := computed(rows, part, mode)):
