@@ -1,6 +1,6 @@
 """`disagg demo`: real prompts on a running cluster, streamed to the terminal, then what moved where.
 
-    one prompt -> several at once -> a second turn that shares the first one's prefix -> table -> verdict
+    one prompt -> several at once -> a second turn that shares the first one's prefix -> table -> an agent -> verdict
 
 The verdict is an exit status: 0 only if every answer has text and came through both pools, with KV moved in between.
 """
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from disagg.cli.demo_agent import show_agent
 from disagg.cli.launch.progress import StillBusy
 from disagg.cli.up import Launcher, build_config, with_cluster
 from disagg.client import Client, Finished
@@ -44,7 +45,8 @@ PARALLEL_QUESTIONS = (
     "What is the difference between a river and a lake?",
 )
 MAX_TOKENS = 96
-DEMO_KV_CACHE_BYTES = 64 << 20
+PREFILL_CACHE_BYTES, DECODE_CACHE_BYTES = 40 << 20, 128 << 20
+"""Device caches: the one of prompts holds one agent, and not another client's prompt beside it."""
 
 Chat = list[dict[str, str]]
 """Messages of a chat, each with `role` and `content`."""
@@ -84,9 +86,10 @@ def demo_config(
         build_config(None, model=model, port=0, prefill=prefill, decode=decode),
         {
             "placement.local_prefill": "never",
-            "pools.prefill.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
-            "pools.decode.kv_cache_bytes": DEMO_KV_CACHE_BYTES,
+            "pools.prefill.kv_cache_bytes": PREFILL_CACHE_BYTES,
+            "pools.decode.kv_cache_bytes": DECODE_CACHE_BYTES,
             "transfer.transport": transport,
+            "kv_cache.fetch": True,
         },
     )
 
@@ -121,8 +124,9 @@ def show_demo(address: str, console: Console) -> int:
     with Client(address) as client:
         outcomes = run_scenes(client, console)
         pids = {worker.worker_id: worker.pid for worker in client.cluster_state().workers}
-    console.print("\n")
-    console.print(make_table(outcomes, pids))
+        console.print("\n")
+        console.print(make_table(outcomes, pids))
+        show_agent(client, client.models()[0].name, console)
     console.print()
     return verdict(outcomes, console)
 
