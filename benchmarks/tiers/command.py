@@ -16,6 +16,7 @@ computed_none_over_all      prompt tokens that are computed, without tiers over 
 turn2_ttft_over_none        median TTFT of later turns of agents, with fetches over without
 restart_computed_over_cold  prompt tokens that the turn after the restart computes, with a disk over without
 choice_worst                TTFT as chosen over the better of computed and loaded, less 5 ms, at the worst length
+source_itl_p99_over_rest    p99 of the time between tokens of a source's streams, with fetches over without
 wrong                       answers whose tokens are not those of the cluster without tiers
 failed                      requests that failed
 reuse_trace                 share of the prompt tokens of a recorded trace that are reused (--trace FILE)
@@ -37,6 +38,7 @@ from benchmarks.tiers.choice import LENGTHS, Choice
 from benchmarks.tiers.clusters import ALL, DISK, MODES, NONE, PEER, config, counters_of, restart_workers
 from benchmarks.tiers.conversations import Client, Workload
 from benchmarks.tiers.figures import AGENTS, CONVERSATIONS, LOCAL, LONG
+from benchmarks.tiers.sources import Sources
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.engine.config import WorkerConfig
 from disagg.engine.shell.cpu_dtype import cpu_dtype_here
@@ -45,8 +47,8 @@ from tests.support import inference_stub
 from tests.support.launch import LAUNCHERS, launched
 from tests.support.reports import positive, print_table, report, write_json
 
-CHOICE = "choice"
-PARTS = (*CONVERSATIONS, CHOICE)
+SOURCE, CHOICE = "source", "choice"
+PARTS = (*CONVERSATIONS, SOURCE, CHOICE)
 OF_AGENTS = (NONE, PEER, ALL)
 """Modes of the parts with agents."""
 RESTARTED = (NONE, DISK)
@@ -121,12 +123,10 @@ def measure_clusters(options: argparse.Namespace, workload: Workload) -> Iterato
                     yield from asyncio.run(converse(address, workload, mode, repeat))
 
 
-def measure_choice(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One worker alone."""
-    say(CHOICE)
-    model = str(resolve_model(options.model))
-    worker = WorkerConfig(worker_id="bench", roles=("prefill",), model_path=model, dtype=cpu_dtype_here().dtype)
-    yield from Choice(worker, options.lengths, options.repeats + 1).rows()
+def worker_config(model: str) -> WorkerConfig:
+    """A worker of the model, for parts without a cluster."""
+    path = str(resolve_model(model))
+    return WorkerConfig(worker_id="bench", roles=("prefill",), model_path=path, dtype=cpu_dtype_here().dtype)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -136,8 +136,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         if name in options.only:
             rows.append({"part": f"{name} workload", **asdict(workload), "over_caches": round(workload.over_caches, 2)})
             rows += measure_clusters(options, workload)
+    if SOURCE in options.only:
+        say(SOURCE)
+        rows += Sources(worker_config(options.model), options.repeats + 1).rows()
     if CHOICE in options.only:
-        rows += measure_choice(options)
+        say(CHOICE)
+        rows += Choice(worker_config(options.model), options.lengths, options.repeats + 1).rows()
     return rows
 
 

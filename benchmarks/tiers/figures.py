@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.tiers import choice
 from benchmarks.tiers.clusters import ALL, DISK, MODES, NONE, PEER
 from benchmarks.tiers.conversations import Turn
+from benchmarks.tiers.sources import AT_REST, FETCHING
 from tests.support.reports import percentile
 
 Row = Mapping[str, Any]
@@ -62,6 +63,11 @@ def others(rows: Sequence[Row], part: str, mode: str, name: str) -> list[float]:
     return [ms for row in rows if (row["part"], row.get("mode")) == (f"{part} others", mode) for ms in row[name]]
 
 
+def source_gaps(rows: Sequence[Row], phase: str) -> list[float]:
+    """Times between the tokens of a source's streams."""
+    return [ms for row in rows if row["part"] == "source" and row["phase"] == phase for ms in row["gap_ms"]]
+
+
 def num_wrong(rows: Sequence[Row]) -> int:
     """Answers whose tokens are not those of the cluster without tiers, in the same turn."""
     wrong = 0
@@ -110,6 +116,9 @@ def summarize(rows: Sequence[Row], reuse_trace: float | None) -> dict[str, float
             )
     cold = computed(rows, LONG, NONE, restarted=True)
     flat["restart_computed_over_cold"] = ratio(computed(rows, LONG, DISK, restarted=True), cold)
+    flat["source_itl_p99_over_rest"] = ratio(
+        _percentile(source_gaps(rows, FETCHING), 99), _percentile(source_gaps(rows, AT_REST), 99)
+    )
     chosen = [dict(row) for row in rows if row["part"] == "choice"]
     flat["choice_worst"] = choice.worst(chosen)
     flat["wrong"] = float(num_wrong(rows) + choice.num_wrong(chosen))
@@ -152,6 +161,10 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...], list[tuple[s
         if lines:
             columns = ("mode", "computed tokens", "TTFT of turn 2+ ms p50", "p99", "others: TPOT ms p99", "ITL ms p99")
             found.append((f"conversations: {part}", columns, lines))
+    phases = [(phase, source_gaps(rows, phase)) for phase in (AT_REST, FETCHING)]
+    if all(gaps for _, gaps in phases):
+        lines = [(phase, *(f"{percentile(gaps, p):.1f}" for p in (50, 99))) for phase, gaps in phases]
+        found.append(("a source's streams: ITL ms", ("phase", "p50", "p99"), lines))
     chosen = [dict(row) for row in rows if row["part"] == "choice"]
     if chosen:
         ways = (choice.COMPUTED, choice.LOADED, choice.CHOSEN)

@@ -13,23 +13,31 @@ from benchmarks.tiers.choice import CHOSEN, COMPUTED, LOADED, Choice
 from benchmarks.tiers.clusters import ALL, DISK, HOST, MODES, NONE, PEER, config
 from benchmarks.tiers.command import parse_arguments, workloads
 from benchmarks.tiers.conversations import Turn
-from benchmarks.tiers.figures import AGENTS, LONG
+from benchmarks.tiers.figures import AGENTS, CONVERSATIONS, LONG
+from benchmarks.tiers.sources import AT_REST, FETCHING
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.engine.config import DiskTier, TierOptions, WorkerConfig
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in (PEER, ALL)])
-@pytest.mark.parametrize("name", [LONG, AGENTS])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_every_mode_is_a_configuration(name: str, mode: str) -> None:
     workload = workloads(is_quick=False)[name]
     found = parse_config(config("smollm2-135m", mode, workload, Path("/folder")))
     assert found.pools.prefill.num_blocks == workload.prefill_blocks
     disk = DiskTier(path="/folder", bytes=1 << 30)
-    assert found.kv_cache.tiers == {
-        NONE: None,
-        HOST: TierOptions(host_bytes=1 << 30, min_tokens=128),
-        DISK: TierOptions(disk=disk, min_tokens=128),
-    }.get(mode)
+    assert (
+        found.kv_cache.tiers
+        == {
+            NONE: None,
+            HOST: TierOptions(host_bytes=1 << 30, min_tokens=128),
+            DISK: TierOptions(disk=disk, min_tokens=128),
+            PEER: None,
+            ALL: TierOptions(host_bytes=1 << 30, disk=disk, min_tokens=128),
+        }[mode]
+    )
+    assert found.kv_cache.fetch == (mode in (PEER, ALL))
+    assert found.placement.local_prefill == ("never" if name == AGENTS else "auto")
 
 
 def test_histories_are_eight_times_the_caches_and_fit_one_by_one() -> None:
@@ -64,6 +72,8 @@ ROWS = [
     round_of(AGENTS, NONE, 1, 0, 2.0, 1),
     round_of(AGENTS, PEER, 0, 0, 9.0, 1),
     round_of(AGENTS, PEER, 1, 0, 0.5, 1),
+    {"part": "source", "phase": AT_REST, "gap_ms": [10.0], "outcomes": []},
+    {"part": "source", "phase": FETCHING, "gap_ms": [11.0], "outcomes": ["done"]},
     {"part": "agents others", "mode": NONE, "tpot_ms": [10.0], "gap_ms": [], "errors": []},
     {"part": "agents others", "mode": PEER, "tpot_ms": [12.0], "gap_ms": [], "errors": ["UNAVAILABLE: gone"]},
 ]
@@ -80,6 +90,7 @@ def test_the_summary_is_that_of_the_rows() -> None:
         "agents_peer_ttft_p99_over_none": 0.25,
         "agents_peer_others_tpot_p99_over_none": 1.2,
         "restart_computed_over_cold": 0.25,
+        "source_itl_p99_over_rest": 1.1,
         "choice_worst": None,
         "wrong": 1.0,
         "failed": 1.0,
