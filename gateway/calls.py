@@ -252,21 +252,23 @@ class CallScope:
     async def vectors(self, admitted: AdmittedCall) -> list[Vector]:
         """The vectors of all prompts, in their order; a bounded number of them is computed at a time. Raises
         `DisaggError` for what happens to the first that fails, and then all others are cancelled."""
-        places = asyncio.Semaphore(MAX_VECTORS)
+        waiting = enumerate(zip(admitted.prompts, admitted.names, strict=True))
+        found: dict[int, Vector] = {}
 
-        async def one(prompt: AdmittedPrompt, names: FieldNames | None) -> Vector:
-            async with places:
+        async def next_ones() -> None:
+            for number, (prompt, names) in waiting:
                 with _in_words_of(names):
-                    return await self.generator.vector(prompt)
+                    found[number] = await self.generator.vector(prompt)
 
-        pairs = zip(admitted.prompts, admitted.names, strict=True)
-        tasks = [asyncio.create_task(one(prompt, names), name="vector") for prompt, names in pairs]
+        num_tasks = min(MAX_VECTORS, len(admitted.prompts))
+        tasks = [asyncio.create_task(next_ones(), name="vectors") for _ in range(num_tasks)]
         try:
-            return list(await asyncio.gather(*tasks))
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return [found[number] for number in range(len(found))]
 
     async def finished(self) -> None:
         """The answer is complete; returns when its end may be sent, because its use is recorded."""

@@ -32,8 +32,8 @@ from disagg.proto.messages import Pooling
 
 MAX_TEXTS: Final = 2048
 """Most texts of a call; of OpenAI, too."""
-MAX_NUMBERS: Final = 1 << 21
-"""Most numbers of all vectors of a call: up to 50 MB as text."""
+MAX_NUMBERS: Final = 1 << 20
+"""Most numbers of all vectors of a call: up to 25 MB as text."""
 FORMATS: Final = ("float", "base64")
 _JSON: Final = msgspec.json.Encoder()
 _OTHER_DIMENSIONS: Final = "the model does not support other dimensions than its own {own}: it was not trained for them"
