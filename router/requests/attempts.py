@@ -438,7 +438,7 @@ def note_cached(record: RequestRecord, num_tokens: int) -> None:
     """Note how many tokens the worker that computes the prompt had cached."""
     attempt = record.running
     attempt.note_cached(num_tokens)
-    if attempt.prefill is None:
+    if attempt.prefill is None and not record.is_pooled:
         record.trace.decode_cached_tokens = attempt.cached_tokens or 0
     else:
         record.trace.prefill_cached_tokens = attempt.cached_tokens or 0
@@ -482,6 +482,8 @@ def _begin_marks(record: RequestRecord, prefill_id: WorkerId | None, decode: Wor
 def _trace_start(record: RequestRecord, marks: AttemptMarks, now: float) -> None:
     trace = record.trace
     trace.prefill_worker, trace.decode_worker = marks.prefill_worker, marks.decode_worker
+    if record.is_pooled:
+        trace.prefill_worker, trace.decode_worker = marks.decode_worker, None
     trace.attempts = record.num_attempts
     if record.num_attempts > 1:
         trace.prefill_cached_tokens = trace.decode_cached_tokens = trace.kv_bytes = 0

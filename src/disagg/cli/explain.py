@@ -152,7 +152,7 @@ def _route(request: Explanation) -> str:
     if prefill and decode:
         return f"{prefill} (prefill) -> {decode} (decode)"
     if prefill:
-        return f"{prefill}, where the answer ended with its first token"
+        return f"{prefill}, where it ended with its prompt"
     return f"{decode}, prompt and answer" if decode else "nowhere yet"
 
 

@@ -135,7 +135,7 @@ def test_a_request_that_waits() -> None:
     ("prefill", "decode", "text"),
     [
         ("", "decode-0", "decode-0, prompt and answer"),
-        ("prefill-0", "", "prefill-0, where the answer ended with its first token"),
+        ("prefill-0", "", "prefill-0, where it ended with its prompt"),
     ],
 )
 def test_where_it_ran(prefill: str, decode: str, text: str) -> None:

@@ -22,6 +22,7 @@ from disagg.proto.messages import Pooling
 from tests.support.engine import end_of, handle_all, make_core, make_spec, run_until_idle
 from tests.support.stepping import chunk, make_runner, make_sequence
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+from tests.unit.engine.parallel.ranks import running_group
 
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(70)]
 BLOCKS = [9, 2, 31, 0, 17]
@@ -162,3 +163,14 @@ def read_names(folder: Path) -> list[str]:
 
     with safe_open(folder / "model.safetensors", "pt") as file:
         return list(file.keys())
+
+
+@pytest.mark.parametrize("pooling", [LAST, MEAN, SCORE])
+def test_two_ranks_give_the_same(folder: Path, reference: Any, pooling: Pooling) -> None:
+    with running_group(folder, 2) as group:
+        core = make_core(runner=group.runner, token_budget=48)
+        spec = msgspec.structs.replace(make_spec("a", PROMPT, max_tokens=1), pooling=pooling)
+        answer = make_spec("x", PROMPT[:20], max_tokens=3)
+        events = handle_all(core, Add(answer), Add(spec)) + run_until_idle(core)
+    assert_same(end_of(events, "a").vector, expected(reference, PROMPT, pooling))
+    assert end_of(events, "x").reason == "length"

@@ -49,6 +49,8 @@ def test_one_worker_that_computes_prompts_runs_it(config: RouterConfig, workers:
     assert core.core.holdings() == EMPTY
     (trace,) = core.core.recent(1)
     assert (trace.outcome, trace.marks[0].path, trace.num_output_tokens) == ("stop", "pooled", 0)
+    assert (trace.prefill_worker, trace.decode_worker) == (workers[0], None)
+    assert (trace.prefill_cached_tokens, trace.decode_cached_tokens) == (16, 0)
 
 
 def test_a_worker_that_only_decodes_never_runs_it() -> None:
