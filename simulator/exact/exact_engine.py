@@ -31,8 +31,8 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.outbox import Outbox, TokenPacing
 from disagg.engine.core.reports import PendingPrompts
 from disagg.engine.plan import StepPlan
+from disagg.engine.tiers.sizes import extent_bytes
 from disagg.engine.tiers.store import TierParts
-from disagg.engine.tiers.tiers import extent_bytes
 from disagg.proto.ids import AttemptKey, Incarnation, WorkerId
 from disagg.proto.messages import Load, StepSample, TierName, WorkerInfo, WorkerMetrics
 from disagg.router.requests import events
