@@ -214,8 +214,8 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no sequence, in any state."""
-        return not self._scheduler.sequences
+        """Whether there is no sequence, in any state, and none to come for which a prefix is fetched."""
+        return not self._scheduler.sequences and not self._fetching.num_open
 
     @property
     def next_deadline(self) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.core.fetching import fetch_key
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.fake_runner import FakeModelRunner
+from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import Incarnation, WorkerId
 from disagg.proto.messages import Fetched, FetchFrom, PeerRef, SequenceSpec
@@ -50,6 +53,7 @@ from tests.support.engine import (
     run_until_idle,
     token_ids_of,
 )
+from tests.support.queueing import QueueingRunner
 from tests.support.tiers import TierWorker
 
 PEER = PeerRef(worker_id=WorkerId("source"), incarnation=Incarnation("source.1"), address="source:1")
@@ -173,6 +177,46 @@ def test_blocks_are_used_as_they_are_filled_in_order() -> None:
     assert token_ids_of(events, "a") == token_ids_of(run_until_idle(plain), "a")
     totals = core.totals()
     assert (totals.cached_tokens, totals.fetched_tokens, dict(totals.fetches)) == (64, 64, {"failed": 1})
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_what_a_device_copies_is_used_once_its_digest_is_the_announced_one(is_queued: bool) -> None:
+    """Behind a step that is under way, or at once."""
+    core, kv = make_core(runner=QueueingRunner(64)), kv_of(PROMPT)
+    if is_queued:
+        handle_all(core, Add(make_spec("b", make_prompt(15, seed=1), max_tokens=30)))
+        core.step(0.0)
+        core.step(0.0)
+    order = order_of(core, make_spec("a", PROMPT))
+    handle_all(core, Reserve(order.spec, is_prefix=True))
+    events, num_published = [], []
+    for number, flipped in ((0, 0), (1, 1), (2, 0)):
+        data = np.frombuffer(kv[number], dtype=np.uint8)
+        digest = UNKEYED(data) ^ flipped
+        events += handle_all(core, Scatter(KEY, number, number * BLOCK, (number + 1) * BLOCK, data, digest=digest))
+        num_published.append(sum(block in order.spec.block_hashes for block in core.prefix_snapshot().hashes))
+    assert num_published == ([0, 0, 0] if is_queued else [1, 1, 1])
+    if is_queued:
+        events = [event for event in core.step(0.0) if event.key == KEY]
+    assert events == [
+        Scattered(KEY, 0, ok=True),
+        Scattered(KEY, 1, ok=False, intact=False),
+        Scattered(KEY, 2, ok=True),
+    ]
+    handle_all(core, Release(KEY), FetchOver(KEY, "failed"))
+    run_until_idle(core)
+    assert (core.totals().cached_tokens, core.totals().fetched_tokens) == (16, 16)
+    assert_idle(core)
+
+
+def test_a_worker_with_a_fetch_is_not_idle() -> None:
+    core = make_core(64)
+    handle_all(core, fetch_of(make_spec("a", PROMPT)))
+    states = [core.is_idle]
+    assert core.idle_step_at(5.0) == math.inf
+    handle_all(core, FetchOver(KEY, "refused"))
+    assert [*states, core.is_idle] == [False, True]
     assert_idle(core)
 
 
