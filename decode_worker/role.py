@@ -33,13 +33,14 @@ from disagg.engine.commands import (
     Release,
     Scattered,
 )
-from disagg.engine.kv_transfer.commands import Cause, ReceiveOver
+from disagg.engine.kv_transfer.commands import ReceiveOver
+from disagg.engine.kv_transfer.prefixes import outcome_of
 from disagg.engine.kv_transfer.transport import Checksum, Rendezvous
 from disagg.engine.parallel.transport import PairEnd, form_pair
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.shell.pair_link import LinkTable, surplus_links, total_holdings
 from disagg.engine.shell.role import RoleContext
-from disagg.proto.handover import Failure, PairHello, PairRefused, PairWelcome
+from disagg.proto.handover import PairHello, PairRefused, PairWelcome
 from disagg.proto.ids import AttemptKey, GatewayId
 from disagg.proto.messages import Dispatch, HandedOver, Migrate, PeerRef, RoleName, SequenceSpec, TransferCount
 
@@ -266,7 +267,7 @@ class DecodeRole:
         if self._link_of.get(key) is not link:
             return  # `_on_offered` returned false for it.
         if self._fetches is not None and key in self._fetches:
-            self._fetch_over(self._fetches, over)
+            self._fetches.over(key, outcome_of(over), "" if over.cause is None else over.cause.detail)
             self._link_of.decided(key)
             return
         gateway_id = self._gateway_of.get(key)
@@ -284,17 +285,6 @@ class DecodeRole:
         else:
             self._gateway_of.pop(key, None)
         self._link_of.decided(key)
-
-    def _fetch_over(self, fetches: Fetches, over: ReceiveOver) -> None:
-        match over.cause:
-            case None:
-                fetches.over(over.key, "done")
-            case Cause(Failure.REFUSED, detail):  # this worker has no blocks for it
-                fetches.over(over.key, "refused", detail)
-            case Cause(Failure.DEADLINE, detail):  # of the source
-                fetches.over(over.key, "late", detail)
-            case cause:
-                fetches.over(over.key, "failed", cause.detail)
 
     # ------------------------------------------------------------ the rest
 

@@ -13,24 +13,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from disagg.engine.commands import Pin, Pinned, Release
 from disagg.engine.core.fetching import is_fetch_key
+from disagg.engine.kv_transfer.prefixes import MAX_SERVED, held_part
 from disagg.engine.shell.role import RoleContext
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS, chain_hashes
+from disagg.proto.block_hash import chain_hashes
 from disagg.proto.handover import Fetch, FetchAnswer, FetchGranted, FetchRefused
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import PeerRef, SequenceSpec
-from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds
 
 logger = logging.getLogger(__name__)
 
-MAX_SERVED = 2
-"""Fetches that a worker serves at a time: each takes time of its engine, which its own sequences wait for."""
-
 
 class _Served:
+    """A call, and its answer once the engine has pinned the prefix."""
+
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
         self.answer: asyncio.Future[FetchAnswer] = asyncio.get_running_loop().create_future()
@@ -72,13 +69,8 @@ class ServedFetches:
         elif num_tokens <= fetch.from_token:
             self._end(event.key, event.reason or f"of {num_tokens} tokens the caller has {fetch.from_token}")
         else:
-            spec = msgspec.structs.replace(
-                fetch.spec,
-                prompt_token_ids=PackedTokenIds(fetch.spec.prompt_token_ids[: num_tokens * TOKEN_ID_BYTES]),
-                block_hashes=fetch.spec.block_hashes[: num_tokens // HASH_BLOCK_TOKENS],
-            )
             served.reply(FetchGranted(end_token=num_tokens))
-            self._offer(fetch.needy, spec)
+            self._offer(fetch.needy, held_part(fetch.spec, num_tokens))
 
     def over(self, key: AttemptKey) -> None:
         """The hand-over is over, and the prefix is released."""

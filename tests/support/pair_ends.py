@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from typing_extensions import override
 
 from disagg.engine.commands import (
@@ -38,15 +37,14 @@ from disagg.engine.commands import (
 )
 from disagg.engine.kv_transfer.commands import Cause, ReceiveKv, ReceiveOver, SendKv, SendOver
 from disagg.engine.kv_transfer.pair_shell import PairShell, ReceiverShell, SenderShell
+from disagg.engine.kv_transfer.prefixes import held_part, outcome_of
 from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.handover import ChunkDone, ChunkHeader, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import FetchOutcome, SequenceSpec
-from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds
 
 if TYPE_CHECKING:
     from tests.support.pair import WorkerPair
@@ -158,12 +156,7 @@ class CheckedSender(CheckedEnd):
     def _on_pinned(self, key: AttemptKey, num_tokens: int) -> None:
         order = self._pair.fetches[key]
         if num_tokens > order.from_token:
-            cut = msgspec.structs.replace(
-                order.spec,
-                prompt_token_ids=PackedTokenIds(order.spec.prompt_token_ids[: num_tokens * TOKEN_ID_BYTES]),
-                block_hashes=order.spec.block_hashes[: num_tokens // HASH_BLOCK_TOKENS],
-            )
-            self.shell.offer(cut, self._pair.now, is_prefix=True)
+            self.shell.offer(held_part(order.spec, num_tokens), self._pair.now, is_prefix=True)
         else:
             self.post(Release(key))
             self._pair.receiver.fetch_over(key, "refused")
@@ -323,7 +316,7 @@ class CheckedReceiver(CheckedEnd):
 
     def on_over(self, over: ReceiveOver) -> None:
         self._pair.d_overs[over.key].append(over)
-        self.fetch_over(over.key, "done" if over.cause is None else "failed")
+        self.fetch_over(over.key, outcome_of(over))
 
 
 class RecordedIo:
