@@ -17,6 +17,7 @@ from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support import reference
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
+from tests.support.transports import HAS_NIXL
 from tests.support.waiting import LONG_WAIT_S, eventually
 from tests.support.workers import GatewayStub, audit, open_gateway, prompt_of, running_workers
 
@@ -26,6 +27,9 @@ TOKEN_BYTES = 3 * 2 * 4 * 8 * 4
 FAKE_TOKEN_BYTES = 8
 NUM_TOKENS = 20
 BOTH: tuple[RoleName, ...] = ("prefill", "decode")
+
+
+NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="the extra `nixl` is not installed")
 
 
 class Row(NamedTuple):
@@ -41,6 +45,7 @@ ROWS = [
     Row("shm", 2, 1),
     pytest.param(Row("gloo", 1, 2), marks=pytest.mark.slow),
     pytest.param(Row("shm", 2, 2), marks=pytest.mark.slow),
+    pytest.param(Row("nixl", 1, 2), marks=[pytest.mark.slow, NEEDS_NIXL]),
 ]
 
 
