@@ -29,9 +29,10 @@ class LoadTimes:
         self._is_measured = False
 
     def assume(self, ms: float) -> None:
-        """An extent was written in so many milliseconds: until one was loaded, a load counts as taking as long."""
+        """An extent was written in so many milliseconds: until one was loaded, a load counts as taking no longer than
+        the quickest write. A slow one tells little, and what counts as slow is not tried."""
         if not self._is_measured and ms > 0.0:
-            self._mean_ms = self._best_ms = ms
+            self._mean_ms = self._best_ms = min(self._best_ms, ms)
 
     def observe(self, ms: float, now: float) -> None:
         """An extent was loaded in so many milliseconds."""

@@ -111,7 +111,8 @@ class TestLoadTimes:
 
     def test_a_write_tells_what_a_load_may_take_until_one_was_made(self) -> None:
         times = LoadTimes(16.8)
-        times.assume(1.5)
+        for write_ms in (20.0, 1.5, 2.5):
+            times.assume(write_ms)
         assert times.ms(0.0) == 1.5
         times.observe(2.5, now=1.0)
         times.assume(0.5)
