@@ -165,7 +165,9 @@ class EngineCore:
         self._token_budget = config.token_budget
         self._tiers: Tiers | None = None
         if config.tiers is not None:
-            self._tiers = Tiers(config, runner, self._scheduler, self._compute_ms, tier_parts or TierParts())
+            self._tiers = Tiers(
+                config, runner, self._scheduler, self._compute_ms, self._loaded, tier_parts or TierParts()
+            )
         if config.fetch and self._scheduler.kv_cache.windows:
             raise ConfigError(
                 f"kv_cache.fetch: is for models without windows; this one has {len(self._groups)} cache groups"
@@ -359,17 +361,33 @@ class EngineCore:
             return [Pinned(key, 0, "this key is in use")]
         sequence = new_sequence(command.spec, SequenceState.HELD, now)
         sequence.is_prefix = True
-        why_not = self._refusal(sequence)
-        reason = why_not[1] if why_not is not None else self._fetching.pin(sequence)
-        if reason:
-            return [Pinned(key, 0, reason)]
-        self._watch_deadline(sequence)
-        return [Pinned(key, sequence.num_computed_tokens)]
+        refused = self._refusal(sequence)
+        why_not = self._fetching.why_no_pin if refused is None else refused[1]
+        if why_not:
+            return [Pinned(key, 0, why_not)]
+        sequence.deadline = None  # A load has limits of its own, after which there is an answer.
+        if self._tiers is None or not self._tiers.loads(sequence, now):
+            self._pin_now(sequence)
+        return []
+
+    def _pin_now(self, prefix: Sequence) -> None:
+        if self._fetching.pin(prefix):
+            timeout_s = prefix.spec.timeout_s
+            prefix.deadline = None if timeout_s is None else prefix.arrival + timeout_s
+            self._watch_deadline(prefix)
+
+    def _loaded(self, sequence: Sequence) -> None:
+        """A sequence loads no more: it is queued, or, as the prefix that another worker fetches, pinned."""
+        if not sequence.is_prefix:
+            self._scheduler.begin(sequence)
+            return
+        self._scheduler.leave(sequence)
+        self._pin_now(sequence)
 
     def _scatter(self, command: Scatter) -> list[Event]:
         key, start, end = command.key, command.start, command.end
         sequence = self._scheduler.sequences.get(key)
-        if sequence is None or not _takes_kv(sequence):
+        if sequence is None or not self._takes_kv(sequence):
             return [Scattered(key, command.seq, ok=False)]
         group = command.group
         if (
@@ -396,7 +414,7 @@ class EngineCore:
 
     def _landed(self, sequence: Sequence) -> None:
         """More KV of a sequence is in its blocks. That of a prefix is used at once."""
-        if sequence.is_prefix and sequence.state is SequenceState.LOADING:
+        if self._fetching.receives(sequence):
             ranges = self._landing.landed[sequence.key].get(0, [])
             self._fetching.landed(sequence, covered_until(sequence.cached_tokens, ranges))
 
@@ -679,7 +697,7 @@ class EngineCore:
     def check_integrity(self) -> list[str]:
         """Findings; empty when sound. Costs O(blocks + sequences)."""
         sequences = self._scheduler.sequences
-        reserved = {key for key, sequence in sequences.items() if _takes_kv(sequence)}
+        reserved = {key for key, sequence in sequences.items() if self._takes_kv(sequence)}
         loading = {key for key, sequence in sequences.items() if sequence.state is SequenceState.LOADING}
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
         problems = scheduler_findings(self._scheduler)
@@ -700,6 +718,10 @@ class EngineCore:
     @property
     def _num_loading(self) -> int:
         return self._fetching.num_waiting + (0 if self._tiers is None else self._tiers.num_loading)
+
+    def _takes_kv(self, sequence: Sequence) -> bool:
+        """Whether KV of another worker is written to its blocks."""
+        return sequence.state is SequenceState.RESERVED or self._fetching.receives(sequence)
 
     def _num_in_tiers(self, hashes: Seq[BlockHash], num_tokens: int) -> int:
         return 0 if self._tiers is None else self._tiers.num_held(hashes, num_tokens)
@@ -744,11 +766,6 @@ class EngineCore:
         self._fetching.forget(key)
         self._landing.forget(key)
         self._moves.forget(key)
-
-
-def _takes_kv(sequence: Sequence) -> bool:
-    """Whether KV of another worker is written to its blocks."""
-    return sequence.state is SequenceState.RESERVED or (sequence.is_prefix and sequence.state is SequenceState.LOADING)
 
 
 def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:

@@ -12,7 +12,7 @@ costs only its time.
 Sequences that want the same prefix share a fetch. A fetch takes at most half of the blocks that could be had.
 
 The other way round, `pin` holds the cached blocks of a prefix, in state HELD, while they are gathered for another
-worker.
+worker. What a tier of this worker has beyond them is loaded first, where that is quicker than computing it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from disagg.engine.commands import Event, FetchEnded, FetchGivenUp, FetchOrdered, FetchOver
+from disagg.engine.commands import Event, FetchEnded, FetchGivenUp, FetchOrdered, FetchOver, Pinned
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
@@ -201,6 +201,11 @@ class Fetching:
         fetch.prefix = prefix
         return None
 
+    def receives(self, sequence: Sequence) -> bool:
+        """Whether a sequence is a prefix that comes from another worker."""
+        fetch = self._fetches.get(sequence.key)
+        return fetch is not None and fetch.prefix is sequence
+
     def landed(self, prefix: Sequence, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens of a prefix is in its blocks: publish those that are full."""
         fetch, start = self._fetches[prefix.key], prefix.num_computed_tokens
@@ -211,25 +216,32 @@ class Fetching:
         fetch.num_arrived += num_tokens - start
         self._num_fetched_tokens += num_tokens - start
 
-    def pin(self, prefix: Sequence) -> str:
-        """Hold what is cached of a prefix that another worker fetches, in state HELD, cut to that. Returns why not, or
-        an empty text."""
-        scheduler, blocks = self._scheduler, self._scheduler.blocks
+    @property
+    def why_no_pin(self) -> str:
+        """Why nothing can be fetched from here now; empty where it can."""
+        scheduler = self._scheduler
         if scheduler.kv_cache.windows:
             return "a model with windows"
         if scheduler.num_preempted:
             return "preempted sequences go first"
-        if not scheduler.has_time():
-            return "its sequences have no slack"
+        return "" if scheduler.has_time() else "its sequences have no slack"
+
+    def pin(self, prefix: Sequence) -> bool:
+        """Hold what is cached of a prefix that another worker fetches, in state HELD, cut to that; whether there is
+        any. `Pinned` is among the events."""
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
         matched = blocks.match_prefix(prefix.block_hashes, prefix.num_tokens)
         num_tokens = len(matched) * blocks.block_size
-        if not matched:
-            return "nothing of it is cached any more"
+        reason = self.why_no_pin or ("" if matched else "nothing of it is cached any more")
+        if reason:
+            self._events.append(Pinned(prefix.key, 0, reason))
+            return False
         blocks.lock(matched)
-        prefix.block_table, prefix.num_computed_tokens = matched, num_tokens
+        prefix.state, prefix.block_table, prefix.num_computed_tokens = SequenceState.HELD, matched, num_tokens
         del prefix.token_ids[num_tokens:], prefix.block_hashes[num_tokens // HASH_BLOCK_TOKENS :]
         scheduler.sequences[prefix.key] = prefix
-        return ""
+        self._events.append(Pinned(prefix.key, num_tokens))
+        return True
 
     # ------------------------------------------------------------ reports
 

@@ -176,6 +176,13 @@ class Scheduler:
         sequence.state, sequence.loading_tokens = SequenceState.WAITING, 0
         self.add(sequence)
 
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a LOADING sequence that is not queued. What was loaded is in the prefix cache."""
+        assert sequence.state is SequenceState.LOADING
+        self.kv_cache.free(sequence)
+        sequence.loading_tokens = 0
+        del self.sequences[sequence.key]
+
     def reserve(self, sequence: Sequence) -> str | None:
         """Reserve a place and blocks for a sequence in state RESERVED and lock its cached prefix. Returns why not, or
         None."""

@@ -89,15 +89,22 @@ class Loading:
         store: what the tiers hold.
         scheduler: the sequences and their blocks.
         compute_ms: predicted milliseconds to compute prompt tokens [start, end).
+        begin: takes each sequence that loads no more.
         max_loading: sequences that load at a time.
     """
 
     def __init__(
-        self, store: TierStore, scheduler: Scheduler, compute_ms: Callable[[int, int], float], max_loading: int
+        self,
+        store: TierStore,
+        scheduler: Scheduler,
+        compute_ms: Callable[[int, int], float],
+        begin: Callable[[Sequence], None],
+        max_loading: int,
     ) -> None:
         self._store = store
         self._scheduler = scheduler
         self._compute_ms = compute_ms
+        self._begin_sequence = begin
         self._max_loading = max_loading
         self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
         self._loads: dict[AttemptKey, _Load] = {}
@@ -184,7 +191,7 @@ class Loading:
 
     def _plan(self, sequence: Sequence, now: float) -> LoadPlan | None:
         kv_cache, store = self._scheduler.kv_cache, self._store
-        most = kv_cache.most_cached(sequence)
+        most = sequence.num_tokens if sequence.is_prefix else kv_cache.most_cached(sequence)
         keys = extent_keys(sequence.block_hashes, most)
         if not keys:
             return None
@@ -320,4 +327,4 @@ class Loading:
 
     def _begin(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence.key, None)
-        self._scheduler.begin(sequence)
+        self._begin_sequence(sequence)

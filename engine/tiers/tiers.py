@@ -2,6 +2,7 @@
 
     a sequence ends ──released──> its extents that are admitted (`admission.py`) wait to be written (`write_queue.py`)
     a prompt comes ──loads──> state LOADING (`loading.py`), or it is queued like any other
+    another worker fetches a prefix ──loads──> the same, before it is pinned
     before each step ──turn──> loads go on; if nobody waits, one extent is written
     the thread of the files answers ──handle──> what it wrote, read, found
 
@@ -68,6 +69,7 @@ class Tiers:
         runner: makes the copies.
         scheduler: the sequences and their blocks.
         compute_ms: predicted milliseconds to compute prompt tokens [start, end).
+        begin: takes each sequence that loads no more.
         parts: what the shell gives.
 
     Raises:
@@ -80,6 +82,7 @@ class Tiers:
         runner: ModelRunner,
         scheduler: Scheduler,
         compute_ms: Callable[[int, int], float],
+        begin: Callable[[Sequence], None],
         parts: TierParts,
     ) -> None:
         options = config.tiers
@@ -104,7 +107,7 @@ class Tiers:
         num_extents += self._store.host.num_slots + self._store.disk.num_slots
         self._admission = Admission(options.min_tokens, _SEEN_PER_EXTENT * max(1, num_extents))
         self._queue = WriteQueue(options.write_mb_per_s * 1e6)
-        self._loading = Loading(self._store, scheduler, compute_ms, options.max_loading)
+        self._loading = Loading(self._store, scheduler, compute_ms, begin, options.max_loading)
         scheduler.on_drop = self.released
 
     # ------------------------------------------------------------ sequences

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from disagg.engine.commands import ForgetTenant, Release, TierAnswer, TierFull, TierScanned, TierWritten
+from disagg.engine.commands import ForgetTenant, Pin, Pinned, Release, TierAnswer, TierFull, TierScanned, TierWritten
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
@@ -381,6 +381,52 @@ class TestLoads:
         assert worker.core.load().num_preempted == 1
         assert worker.core.totals().loaded_tokens == loaded
         worker.settle()
+        assert_idle(worker.core)
+
+
+class TestPrefixesThatOthersFetch:
+    """A prefix of 256 tokens that the device cache has no more."""
+
+    @staticmethod
+    def pin(worker: TierWorker) -> None:
+        cold(worker, prompt_of("a"))
+        spec = make_spec("fetch-r", make_prompt(300, seed=ord("a"))[:256], timeout_s=100.0)
+        worker.events += worker.core.handle(Pin(spec), worker.now)
+
+    @staticmethod
+    def pinned(worker: TierWorker) -> list[tuple[int, str]]:
+        return [(event.num_tokens, event.reason) for event in worker.events if isinstance(event, Pinned)]
+
+    @pytest.mark.parametrize("tier", ["host", "disk"])
+    def test_what_a_tier_has_is_loaded_and_pinned(self, tier: str) -> None:
+        disk = PlayedDisk() if tier == "disk" else None
+        worker = TierWorker(host_extents=32 * (disk is None), disk_extents=32 * (disk is not None), disk=disk)
+        self.pin(worker)
+        assert self.pinned(worker) == []
+        worker.settle()
+        assert self.pinned(worker) == [(256, "")]
+        assert worker.core.audit()[0]["blocks_active"] == 256 // BLOCK
+        worker.core.handle(Release(key_of("fetch-r")), worker.now)
+        worker.settle()
+        assert_idle(worker.core)
+
+    def test_a_tier_that_fails_leaves_what_is_cached(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        self.pin(worker)
+        disk.error = "Input/output error"
+        worker.settle()
+        assert self.pinned(worker) == [(0, "nothing of it is cached any more")]
+        assert_idle(worker.core)
+
+    def test_one_that_is_released_while_it_loads_leaves_nothing(self) -> None:
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=32, disk=disk)
+        self.pin(worker)
+        worker.step()
+        worker.core.handle(Release(key_of("fetch-r")), worker.now)
+        worker.settle()
+        assert self.pinned(worker) == []
         assert_idle(worker.core)
 
 
