@@ -236,9 +236,10 @@ def swap_bytes(pool: PoolConfig) -> int:
 
 
 def worker_tiers(config: ClusterConfig, name: PoolName, index: int) -> TierOptions | None:
-    """Tiers of a worker, with a folder of its own; None for one that computes no prompts from the queue."""
+    """Tiers of a worker, with a folder of its own; None for one from which nobody would get what they have: it computes
+    no prompts from the queue, and others do not fetch from it."""
     tiers = config.kv_cache.tiers
-    if tiers is None or kind_of(name) == "decode":
+    if tiers is None or (kind_of(name) == "decode" and not config.kv_cache.fetch):
         return None
     if tiers.disk is None or tiers.disk.shared:
         return tiers

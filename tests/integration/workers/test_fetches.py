@@ -9,9 +9,10 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
-from disagg.engine.config import TransferLimits, TransportName, WorkerConfig
+from disagg.engine.config import TierOptions, TransferLimits, TransportName, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.messages import RoleName, WorkerInfo
@@ -163,3 +164,27 @@ async def test_whoever_goes_in_the_middle_leaves_nothing(monkeypatch: pytest.Mon
             (fetched,) = answer.fetched
             assert fetched.outcome == "failed"
             assert fetched.tokens < 256
+
+
+async def test_what_a_source_has_in_host_memory_only_is_fetched_from_it() -> None:
+    """The device cache of D holds two conversations. Its tier has the prompt, which P sent it, and the
+    answer."""
+    options: dict[str, Any] = {"model_path": "fake", "transport": "shm"}
+    source = msgspec.structs.replace(
+        config_of("d0", ("decode",), FAKE_TOKEN_BYTES, **options),
+        num_blocks=50,
+        max_model_len=400,
+        tiers=TierOptions(host_bytes=1 << 20),
+    )
+    computing = [config_of(name, ("prefill",), FAKE_TOKEN_BYTES, **options) for name in ("p0", "p1")]
+    with running_workers(*computing, source) as infos:
+        async with open_gateway(infos) as gateway:
+            first, *others = [prompt_of(370) for _ in range(3)]
+            answer = await gateway.run(first, worker="p0", to="d0", max_tokens=NUM_TOKENS)
+            for other in others:
+                await gateway.run(other, worker="p0", to="d0", max_tokens=NUM_TOKENS)
+            history = [*first, *answer.token_ids]
+            again = await gateway.run(history, worker="p1", to="d0", max_tokens=4, fetch_from="d0", end_token=384)
+            assert again.token_ids == fake_generate(tuple(history), 4)
+            assert [(each.outcome, each.tokens) for each in again.fetched] == [("done", 384)]
+            assert again.prefilled[0].cached_tokens == 384

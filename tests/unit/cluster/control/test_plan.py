@@ -287,6 +287,11 @@ def test_workers_that_compute_prompts_have_tiers_in_folders_of_their_own(shared:
     config = parse_config({"kv_cache": {"tiers": tiers}, "pools": {"prefill": {"size": 2}}})
     _, prefill, decode = ClusterPlan(config, {"": "/m"}, (0, 1)).workers
     assert decode.tiers is None
+    with_fetch = parse_config({"kv_cache": {"tiers": tiers, "fetch": True}, "pools": {"prefill": {"size": 2}}})
+    assert ClusterPlan(with_fetch, {"": "/m"}, (0, 1)).workers[2].tiers == TierOptions(
+        host_bytes=1 << 20,
+        disk=DiskTier(path=path.replace("prefill-1", "decode-0"), bytes=1 << 30, shared=shared),
+    )
     assert prefill.tiers == TierOptions(host_bytes=1 << 20, disk=DiskTier(path=path, bytes=1 << 30, shared=shared))
 
 
