@@ -38,13 +38,15 @@ whole transfer, which on GPUs is quicker."""
 
 
 class Source(NamedTuple):
-    """A worker that has a prefix of the request in its device cache and can give it to others."""
+    """A worker that has a prefix of the request in its device cache or in host memory and can give it to others."""
 
     worker: Worker
     tokens: int
     """Leading tokens that it has: a multiple of `EXTENT_TOKENS`."""
     step_ms: float
     """Milliseconds of a step there, see `step_ms`."""
+    load_ms: float
+    """Milliseconds to load what is in host memory only."""
 
 
 def step_ms(worker: Worker) -> float:
@@ -55,17 +57,19 @@ def step_ms(worker: Worker) -> float:
     return worker.token_ms if worker.num_decodes else 0.0
 
 
-def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int]]) -> Sequence[Source]:
-    """The best sources among workers and the numbers of leading blocks that each has: the deepest, and of those that
-    are as deep the ones that send soonest."""
+def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]]) -> Sequence[Source]:
+    """The best sources among workers, the numbers of leading blocks that each has in its device cache, and of leading
+    extents in host memory: the deepest, and of those that are as deep the ones that send soonest."""
     limit = max_cached_tokens(demand.num_tokens) // EXTENT_TOKENS
     found = []
-    for worker, num_blocks in holders:
-        num_extents = min(limit, num_blocks * HASH_BLOCK_TOKENS // EXTENT_TOKENS)
+    for worker, num_blocks, num_host in holders:
+        num_extents, load_ms = min(limit, num_blocks * HASH_BLOCK_TOKENS // EXTENT_TOKENS), 0.0
+        if (end := min(limit, num_host)) > num_extents and "host" in worker.extent_ms:
+            num_extents, load_ms = end, _load_ms(worker, "host", end - num_extents)
         if num_extents:
-            found.append(Source(worker, num_extents * EXTENT_TOKENS, step_ms(worker)))
+            found.append(Source(worker, num_extents * EXTENT_TOKENS, step_ms(worker), load_ms))
     if len(found) > 1:
-        found.sort(key=lambda source: (-source.tokens, source.step_ms, source.worker.num_decodes))
+        found.sort(key=lambda source: (-source.tokens, source.step_ms + source.load_ms, source.worker.num_decodes))
     return found[:MAX_SOURCES]
 
 
@@ -106,7 +110,8 @@ def _may_win(candidate: Candidate, num_tokens: int, sources: Sequence[Source], l
         if _may_send(source, candidate):
             if compute_ms < 0.0:
                 compute_ms, wait_ms = prefill_ms(worker, candidate.cached_tokens, num_tokens), worker.backlog_ms
-            before_ms = NUM_TURNS * source.step_ms + links.setup_ms(source.worker.worker_id, worker.worker_id)
+            before_ms = NUM_TURNS * source.step_ms + source.load_ms
+            before_ms += links.setup_ms(source.worker.worker_id, worker.worker_id)
             saved_ms = compute_ms - prefill_ms(worker, source.tokens, num_tokens)
             if before_ms > wait_ms:
                 saved_ms -= before_ms - wait_ms
@@ -149,7 +154,8 @@ def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
 def _fetch(demand: Demand, candidate: Candidate, source: Source, links: FetchLinks) -> FetchPlan:
     worker, peer, tokens = candidate.worker, source.worker, source.tokens
     kv_bytes = worker.kv_layout.bytes_of(tokens, candidate.cached_tokens)
-    before_ms = NUM_TURNS * (source.step_ms + step_ms(worker)) + links.setup_ms(peer.worker_id, worker.worker_id)
+    before_ms = NUM_TURNS * (source.step_ms + step_ms(worker)) + source.load_ms
+    before_ms += links.setup_ms(peer.worker_id, worker.worker_id)
     transfer_ms = links.transfer_ms(peer.worker_id, worker.worker_id, kv_bytes, demand.now)
     return FetchPlan(
         "peer",

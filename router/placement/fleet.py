@@ -20,7 +20,7 @@ from itertools import chain
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import FetchFrom, PeerRef, RoleName, WorkerInfo, WorkerReport
+from disagg.proto.messages import EXTENT_TOKENS, FetchFrom, PeerRef, RoleName, WorkerInfo, WorkerReport
 from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig, num_split
 from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, plan_fetch
@@ -609,14 +609,19 @@ class Fleet:
     def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version, least: int) -> Sequence[Source]:
         """The best workers of one version from which others could get what they lack of the request: they have more
         than `least` tokens."""
-        among = self._usable_sources().get(version, 0)
-        best = matched.best(MAX_HOLDERS, among, demand.turn % NUM_TURNS, least // HASH_BLOCK_TOKENS) if among else ()
-        if not best:
+        among, turn, tiers = self._usable_sources().get(version, 0), demand.turn % NUM_TURNS, matched.tiers
+        if not among:
             return ()
+        best = dict(matched.best(MAX_HOLDERS, among, turn, least // HASH_BLOCK_TOKENS))
+        in_host: dict[WorkerId, int] = {}
+        if tiers is not None:
+            in_host = dict(tiers.by_tier["host"].best(MAX_HOLDERS, among, turn, least // EXTENT_TOKENS))
         reported, hashes = self.index.num_reported, matched.hashes
-        return best_sources(
-            demand, [(self._workers[worker_id], reported(worker_id, hashes, most)) for worker_id, most in best]
-        )
+        holders = [
+            (self._workers[each], reported(each, hashes, best.get(each, len(hashes))), in_host.get(each, 0))
+            for each in {**best, **in_host}
+        ]
+        return best_sources(demand, holders)
 
     def _prefill_buckets(self) -> Iterator[WorkerBucket]:
         for group in self._groups.values():

@@ -69,7 +69,43 @@ def transfer_ms(fleet: Fleet, source: WorkerId, needy: WorkerId, tokens: int, ca
     return fleet.links.exposed_ms(source, needy, kv_bytes)
 
 
+def report_host(fleet: Fleet, worker_id: WorkerId, num_blocks: int, num_extents: int, extent_ms: float) -> None:
+    """What a worker has in its device cache, and in host memory."""
+    snapshot = BlocksSnapshot(hashes=tuple(HASHES[:num_blocks]), tiers={"host": KEYS[:num_extents]})
+    metrics = WorkerMetrics(tiers=(TierCounts(name="host", extent_ms=extent_ms),))
+    load, incarnation = Load(blocks_total=4096), Incarnation("1")
+    fleet.report(
+        WorkerReport(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            sequence=0,
+            load=load,
+            kv_events=(snapshot,),
+            metrics=metrics,
+        ),
+        1.0,
+    )
+
+
 class TestPlan:
+    @pytest.mark.parametrize("num_blocks", [0, 8])
+    def test_what_a_source_has_in_host_memory_is_loaded_there_first(self, num_blocks: int) -> None:
+        fleet = fleet_of("p0", "d0", tiers=True)
+        report_host(fleet, D0, num_blocks, 4, 3.0)
+        plan = prefills(fleet)["p0"].fetch
+        assert plan is not None
+        assert (plan.kind, plan.source, plan.tokens) == ("peer", D0, 512)
+        without = fleet_of("p0", "d0")
+        report(without, D0, 32)
+        other = prefills(without)["p0"].fetch
+        assert other is not None
+        assert plan.ms - other.ms == pytest.approx(3.0 * (4 - num_blocks // 8))
+
+    def test_a_source_whose_host_memory_is_slow_is_not_asked(self) -> None:
+        fleet = fleet_of("p0", "d0", tiers=True)
+        report_host(fleet, D0, 0, 4, 1000.0)
+        assert prefills(fleet)["p0"].fetch is None
+
     def test_a_fetch_takes_the_time_of_the_link_and_leaves_the_rest_to_compute(self) -> None:
         fleet = fleet_of("p0", "d0")
         report(fleet, D0, 33)
