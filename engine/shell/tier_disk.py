@@ -229,7 +229,8 @@ def open_tier_disk(
         return None
     disk = config.tiers.disk
     num_bytes = extent_bytes(runner.layout, runner.tp)
-    format_ = extent_format(runner.fingerprint, runner.layout, runner.tp, num_bytes, secret)
+    computed = f"{runner.fingerprint} {runner.arithmetic}"
+    format_ = extent_format(computed, runner.layout, runner.tp, num_bytes, secret)
     files = ExtentFiles(Path(disk.path), format_, is_shared=disk.shared)
     files.open(LOCK_WAIT_S)
     return TierDisk(wrap_files(files), disk.bytes // num_bytes, is_shared=disk.shared)

@@ -3,7 +3,7 @@
     <key>-<parent>-<tenant tag>.kv      hexadecimal; `root` for the first extent of a chain, `none` without tenants
 
     magic, version    bytes    what
-    store             16       hash of what the KV depends on: fingerprint, layout, ranks
+    store             16       hash of what the KV depends on: fingerprint, arithmetic, layout, ranks
     key, parent, tag  16+16+8  as in the name
     heads             2+2      the KV heads that the file has, [first, end)
     num_bytes         8        of the payload
@@ -78,9 +78,9 @@ class ExtentFormat(msgspec.Struct, frozen=True, kw_only=True):
         return mac.digest()
 
 
-def extent_format(fingerprint: str, layout: KvLayout, tp: int, num_bytes: int, secret: ClusterSecret) -> ExtentFormat:
-    """The format of a worker's files."""
-    described = msgspec.msgpack.encode((fingerprint, layout, tp))
+def extent_format(computed: str, layout: KvLayout, tp: int, num_bytes: int, secret: ClusterSecret) -> ExtentFormat:
+    """The format of a worker's files. `computed`: by which model, and by which arithmetic."""
+    described = msgspec.msgpack.encode((computed, layout, tp))
     return ExtentFormat(
         store=hashlib.sha256(b"disagg kv tier\0" + described).digest()[:16],
         num_heads=layout.groups[0].num_heads,

@@ -8,6 +8,7 @@ import queue
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from disagg.connections.cluster_secret import ClusterSecret
@@ -29,7 +30,7 @@ from disagg.engine.tiers.extent_file import file_name
 from disagg.engine.tiers.extents import NO_PARENT, Extent
 from disagg.engine.tiers.store import MOST_WRITES
 from disagg.proto.ids import BlockHash
-from tests.unit.engine.tiers.test_extent_file import FIRST, SECOND, format_of, payload
+from tests.unit.engine.tiers.test_extent_file import FIRST, NUM_BYTES, SECOND, format_of, payload
 
 WAIT_S = 10.0
 
@@ -248,3 +249,30 @@ def test_a_worker_without_a_folder_has_no_thread(tmp_path: Path) -> None:
     disk = open_tier_disk(config, runner, secret)
     assert disk is not None
     assert disk.stop(WAIT_S)
+
+
+class OtherRunner(FakeModelRunner):
+    """Computes the same with other bits, as another processor may."""
+
+    arithmetic = "another"
+
+
+def test_workers_of_another_arithmetic_do_not_share_files(tmp_path: Path) -> None:
+    tiers = TierOptions(disk=DiskTier(path=str(tmp_path / "shared"), bytes=1 << 20, shared=True))
+    config = WorkerConfig(worker_id="w", roles=("prefill",), model_path="fake", tiers=tiers)
+    disks = [
+        open_tier_disk(config, runner, ClusterSecret(b"s" * 32))
+        for runner in (FakeModelRunner(48, 16, 384), FakeModelRunner(48, 16, 384), OtherRunner(48, 16, 384))
+    ]
+    found: list[TierAnswer] = []
+    for disk in disks:
+        assert disk is not None
+        answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
+        disk.start(answers.put)
+        if not found:
+            disk.write(1, FIRST, np.zeros(NUM_BYTES, dtype=np.uint8))
+            answers.get(timeout=WAIT_S)
+        disk.scan(anew=True)
+        found.append(answers.get(timeout=WAIT_S))
+        assert disk.stop(WAIT_S)
+    assert found == [TierScanned((FIRST,)), TierScanned((FIRST,)), TierScanned(())]
