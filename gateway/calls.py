@@ -102,12 +102,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What a client says of the time that its call may take. It is no part of `Origin`: what is wrong in it is an error
-    of the call, which is counted."""
+    """What a client says in headers of the time that its call may take, and of its session. It is no part of `Origin`:
+    what is wrong in it is an error of the call, which is counted."""
 
     deadline: float | None = None
     """On the generators' clock; None for none."""
     targets: Targets = NO_TARGETS
+    in_session: bool = False
+    """Whether the call is one of a session, which headers or metadata name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ class CallScope:
             self._call,
             deadline=times.deadline,
             targets=times.targets,
+            in_session=times.in_session,
             priority=priority if self._max_priority is None else min(priority, self._max_priority),
         )
         call.use.model = generator.model.info.name

@@ -151,6 +151,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Latency targets; None where neither the request nor the configuration has any."""
     speculation: bool = True
     """Whether drafts may be computed for it, where the worker makes some. They change no token."""
+    in_session: bool = False
+    """Whether it is a turn of a conversation that its client named: its KV is kept in tiers from the first turn on."""
     pooling: Pooling | None = None
     """Set for a request without an answer, which ends with a vector of its prompt (`End.vector`)."""
 

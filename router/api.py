@@ -134,6 +134,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     unknown, or without such tokens."""
     speculation: bool = True
     """Whether drafts may be computed for the answer."""
+    in_session: bool = False
+    """Whether it is a turn of a conversation that its client named."""
     pooling: Pooling | None = None
     """Set for a request that ends with a vector of its prompt instead of an answer: one worker that computes prompts
     runs it."""

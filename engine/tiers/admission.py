@@ -4,7 +4,8 @@ Writing all that is computed wears disks and takes time from steps, and most of 
 what was asked for twice, what takes long to compute, and what belongs to a conversation, whose next turn begins with
 it:
 
-    the chain has more than `min_tokens` tokens, or an answer of it ended here     all of it
+    more than `min_tokens` tokens, or in a conversation: an answer ended here,     all of it
+    or the client named a session
     else                                                                           what some sequence used before
 """
 
@@ -32,7 +33,7 @@ class Admission:
         """Extents that a sequence used, the one first that was used longest ago."""
 
     def num_admitted(
-        self, keys: Seq[BlockHash], *, num_tokens: int, cached_tokens: int, has_answered: bool = False
+        self, keys: Seq[BlockHash], *, num_tokens: int, cached_tokens: int, in_conversation: bool = False
     ) -> int:
         """How many leading extents to write of a chain that a sequence with `num_tokens` computed tokens used, of which
         it found `cached_tokens`; it counts as seen from now on."""
@@ -42,7 +43,7 @@ class Admission:
             self._seen.move_to_end(key)
         while len(self._seen) > self._most_seen:
             self._seen.popitem(last=False)
-        return len(keys) if has_answered or num_tokens > self._min_tokens else num_used
+        return len(keys) if in_conversation or num_tokens > self._min_tokens else num_used
 
     def _num_seen(self, keys: Seq[BlockHash]) -> int:
         return next((number for number, key in enumerate(keys) if key not in self._seen), len(keys))

@@ -136,7 +136,10 @@ class Tiers:
             return
         self._store.touch(chain)
         num_admitted = self._admission.num_admitted(
-            chain.keys, num_tokens=num_tokens, cached_tokens=sequence.cached_tokens, has_answered=has_answered
+            chain.keys,
+            num_tokens=num_tokens,
+            cached_tokens=sequence.cached_tokens,
+            in_conversation=has_answered or sequence.spec.in_session,
         )
         for index in range(num_admitted):
             if self._store.lacks(chain.keys[index]):

@@ -328,6 +328,7 @@ class Generator:
                 resumed_token_ids=checked.resumed,
                 model_version=checked.model_version,
                 speculation=checked.speculation,
+                in_session=checked.in_session or call.in_session,
                 pooling=checked.pooling,
             )
 

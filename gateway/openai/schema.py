@@ -78,6 +78,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: msgspec.Raw = ABSENT
     """By token id; read by `to_input`, which looks at its size first."""
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     speculation: str | None = None
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Integer | None = None

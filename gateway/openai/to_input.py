@@ -98,6 +98,8 @@ class FieldNames:
             return self.logprobs
         if name == "max_tokens":
             return self.max_tokens
+        if name == "session_id":
+            return "prompt_cache_key"
         if name == "prompt_logprobs":
             return self.prompt_logprobs
         return self.stop if self.stop and name.startswith("stop[") else name
@@ -352,6 +354,7 @@ def _translated(body: GenerationBody) -> dict[str, Any]:
         seed += _NUM_SEEDS
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return {
+        "session_id": body.prompt_cache_key or "",
         "seed": seed,
         "stop": stop,
         "stop_token_ids": tuple(body.stop_token_ids or ()),

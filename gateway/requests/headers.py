@@ -2,6 +2,7 @@
 
 x-disagg-request-id   ours, minted: what `explain` takes; of several answers, the first one's
 x-request-id          the client's label: it is sent back, and not used otherwise
+x-session-id          the client's conversation: KV of its turns is kept
 traceparent           W3C Trace Context, level 1, section 3.2: `00-<32 hex: trace>-<16 hex: span>-<2 hex: flags>`;
                       the caller's span becomes the parent of the gateway's
 """
@@ -18,6 +19,8 @@ REQUEST_ID: Final = "x-disagg-request-id"
 LABEL: Final = "x-request-id"
 TIMEOUT: Final = "x-request-timeout-ms"
 """How long the complete answer may take, in milliseconds."""
+SESSION: Final = "x-session-id"
+"""The conversation that a request is a turn of, by any name; as `prompt_cache_key` of bodies."""
 MAX_LABEL_CHARS: Final = 256
 _PRINTABLE: Final = re.compile(r"[ -~]+")
 

@@ -112,6 +112,9 @@ class GenerationInput:
     """Answers to this prompt; each has its own id, seed and end."""
     cache_salt: str = ""
     """Cached prefixes are shared with requests of the same tenant and salt only."""
+    session_id: str = ""
+    """Name of the conversation that the request is a turn of: its KV is kept in tiers from the first turn on. It
+    changes no token. Empty for none."""
     truncate_prompt_tokens: int | None = None
     """Number of tokens of the prompt that are kept, the last ones; -1 for as many as leave room for the answer, `None`
     for all."""
@@ -143,6 +146,8 @@ class Call:
     """Time on the gateway's monotonic clock at which the request fails, in any phase."""
     targets: Targets = NO_TARGETS
     caller: Caller = ANONYMOUS
+    in_session: bool = False
+    """Whether the client named a session in a header or in metadata, see `GenerationInput.session_id`."""
     priority: int = 0
     """Priority in the router's queue, within the limit of the tenant; lines of batches are below 0."""
     trace_parent: str = ""

@@ -38,6 +38,8 @@ TTFT_METADATA = "x-slo-ttft-ms"
 """A client's target for the time to the first token, in milliseconds."""
 TPOT_METADATA = "x-slo-tpot-ms"
 """A client's target for the mean time between output tokens, in milliseconds."""
+MAX_SESSION_CHARS = 256
+"""Maximum characters of the name of a session."""
 MAX_ECHOED_CHARS = 64
 """Maximum characters of a client's wrong value that an error message repeats."""
 
@@ -67,6 +69,8 @@ class CheckedRequest:
     structured_field: str
     """The client's field that an error of the grammar names."""
     cache_salt: str
+    in_session: bool = False
+    """Whether it is a turn of a conversation that has a name."""
     speculation: bool = True
     """Whether drafts may be computed for the answer."""
     splits_reasoning: bool = False
@@ -111,6 +115,7 @@ def check_request(given: GenerationInput, limits: Limits, time_left_s: float | N
         num_answers=1 if given.n is None else check_int(given.n, "n", 1, MAX_ANSWERS),
         structured_field="" if given.structured is None else given.structured.field,
         cache_salt=_check_cache_salt(given.cache_salt),
+        in_session=check_session(given.session_id, "session_id"),
         speculation=_check_speculation(given.speculation),
         splits_reasoning=given.split_reasoning,
         functions=given.functions,
@@ -337,6 +342,13 @@ def _check_cache_salt(cache_salt: str) -> str:
     if num_bytes > MAX_CACHE_SALT_BYTES:
         raise InvalidRequestError("cache_salt", f"at most {MAX_CACHE_SALT_BYTES} bytes, not {num_bytes}")
     return cache_salt
+
+
+def check_session(session_id: str, field: str) -> bool:
+    """Whether a session is named. Raises `InvalidRequestError` naming `field` for a name that is too long."""
+    if len(session_id) > MAX_SESSION_CHARS:
+        raise InvalidRequestError(field, f"at most {MAX_SESSION_CHARS} characters, not {len(session_id)}")
+    return bool(session_id)
 
 
 def _check_speculation(speculation: str | None) -> bool:

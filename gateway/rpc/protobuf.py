@@ -63,6 +63,7 @@ def read_request(request: pb.GenerateRequest, model: ModelInfo) -> Cooperative[G
         stop=tuple(stopping.stop),
         n=_optional(request, "n"),
         cache_salt=request.cache_salt,
+        session_id=request.session_id,
         speculation=request.speculation or None,
         structured=_read_structured(request),
         resumed=tuple(request.resume.token_ids) if request.HasField("resume") else None,

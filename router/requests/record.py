@@ -259,6 +259,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             timeout_s=None if self.deadline is None else self.deadline - now,
             targets=self._targets(output_tokens, now),
             speculation=request.speculation,
+            in_session=request.in_session,
             pooling=request.pooling,
         )
 

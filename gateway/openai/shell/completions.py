@@ -34,10 +34,10 @@ from disagg.gateway.openai.schema import ChatBody, CompletionBody, decoded
 from disagg.gateway.openai.to_input import ParsedCall, read_chat, read_completion
 from disagg.gateway.openai.tool_choices import ToolChoices
 from disagg.gateway.requests.answer_events import Finish
-from disagg.gateway.requests.headers import TIMEOUT
+from disagg.gateway.requests.headers import SESSION, TIMEOUT
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import GenerationInput, IdsPrompt, TextPrompt
-from disagg.gateway.requests.validate import check_millis, check_targets
+from disagg.gateway.requests.validate import check_millis, check_session, check_targets
 from disagg.gateway.text.tokenizer import Tokenizer
 from disagg.proto.errors import DisaggError, InvalidRequestError
 from disagg.proto.ids import RequestId
@@ -180,6 +180,7 @@ class Completions:
         return Times(
             deadline=None if timeout_ms is None else self._clock() + check_millis(TIMEOUT, timeout_ms) / 1000,
             targets=check_targets(headers.items()),
+            in_session=check_session(headers.get(SESSION, ""), SESSION),
         )
 
     async def _read(self, exchange: Exchange, scope: CallScope, read: Callable[[bytes], Cooperative[P]]) -> P:

@@ -58,10 +58,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     speculation: str | None = None
 
 
-_SAMPLING: Final = tuple(name for name in SamplingFields.__struct_fields__ if name != "stream")
+_SAMPLING: Final = tuple(
+    name for name in SamplingFields.__struct_fields__ if name not in ("stream", "prompt_cache_key")
+)
 
 
 def sampling_of(body: SamplingFields) -> dict[str, Any]:
@@ -69,7 +72,8 @@ def sampling_of(body: SamplingFields) -> dict[str, Any]:
     model."""
     if not body.model:
         raise InvalidRequestError("model", "must be set")
-    return {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
+    found = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
+    return {**found, "session_id": body.prompt_cache_key or ""}
 
 
 def refuse_unsupported(body: msgspec.Struct, harmless: Mapping[str, Sequence[object]]) -> None:

@@ -19,9 +19,9 @@ from disagg.gateway.event_loop.shell.stall import StalledError, StallWatch
 from disagg.gateway.event_loop.shell.turns import run_cooperatively
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.requests.headers import HEADER as TRACE_METADATA
-from disagg.gateway.requests.headers import LABEL, REQUEST_ID, child_of, parent_span, read_label
+from disagg.gateway.requests.headers import LABEL, REQUEST_ID, SESSION, child_of, parent_span, read_label
 from disagg.gateway.requests.request import GenerationInput, Prompt
-from disagg.gateway.requests.validate import check_chat, check_targets, check_text
+from disagg.gateway.requests.validate import check_chat, check_session, check_targets, check_text
 from disagg.gateway.requests.values import check_ids, check_length
 from disagg.gateway.rpc.protobuf import read_request, read_turns, write_delta, write_finish, write_logprobs
 from disagg.gateway.status import abort_on_error
@@ -155,6 +155,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         return Times(
             deadline=None if time_left_s is None else self._clock() + time_left_s,
             targets=check_targets(context.invocation_metadata() or ()),
+            in_session=check_session(_firsts(context, SESSION).get(SESSION, ""), SESSION),
         )
 
     async def _write(self, context: Context, response: pb.GenerateResponse, watch: StallWatch) -> None:

@@ -72,6 +72,9 @@ class Options(TypedDict, total=False):
     one only."""
     cache_salt: str
     """Salt of the prefix cache: cached prefixes are shared with requests of the same salt only."""
+    session_id: str
+    """Name of the conversation that the request is a turn of, at most 256 characters. Its KV is kept in the tiers of
+    workers from the first turn on."""
     speculation: Literal["auto", "off"]
     """Whether workers may compute drafts of the tokens to come, which changes none of them."""
     truncate_prompt_tokens: int

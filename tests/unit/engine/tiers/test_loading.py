@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from disagg.engine.commands import ForgetTenant, Pin, Pinned, Release, TierAnswer, TierFull, TierScanned, TierWritten
@@ -460,6 +461,17 @@ class TestWrites:
         worker.settle()
         counts = worker.core.totals()
         assert (counts.tiers[0].written_extents, counts.dropped_extents) == (2, 2)
+
+    @pytest.mark.parametrize(("in_session", "written"), [(False, 0), (True, 2)])
+    def test_a_short_prompt_that_is_handed_over_is_kept_in_a_session(self, in_session: bool, written: int) -> None:
+        worker = TierWorker(host_extents=4)
+        spec = make_spec("a", make_prompt(300, seed=1), max_tokens=60)
+        worker.add(msgspec.structs.replace(spec, in_session=in_session))
+        for _ in range(8):
+            worker.step()
+        worker.core.handle(Release(key_of("a")), worker.now)
+        worker.settle()
+        assert worker.core.totals().tiers[0].written_extents == written
 
     def test_the_oldest_conversation_gives_way(self) -> None:
         worker = TierWorker(host_extents=4)

@@ -43,7 +43,7 @@ class TestAdmission:
         assert Admission(256, 100).num_admitted(KEYS[:2], num_tokens=num_tokens, cached_tokens=0) == expected
 
     def test_a_conversation_is_written_at_once(self) -> None:
-        assert Admission(1024, 100).num_admitted(KEYS[:2], num_tokens=256, cached_tokens=0, has_answered=True) == 2
+        assert Admission(1024, 100).num_admitted(KEYS[:2], num_tokens=256, cached_tokens=0, in_conversation=True) == 2
 
     def test_what_was_used_longest_ago_is_forgotten_first(self) -> None:
         admission = Admission(1024, 2)

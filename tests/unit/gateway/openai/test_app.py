@@ -197,6 +197,32 @@ async def test_deadline_and_targets(app: TestApp) -> None:
     assert Targets(routed.ttft_slo_s, routed.tpot_slo_s) == Targets(0.2, 0.05)
 
 
+@pytest.mark.parametrize(
+    ("fields", "in_session"),
+    [
+        ({}, False),
+        ({"headers": {"x-session-id": "a"}}, True),
+        ({"headers": {"x-session-id": "a" * 256}}, True),
+        ({"headers": {"x-session-id": ""}}, False),
+        ({"prompt_cache_key": "a"}, True),
+        ({"prompt_cache_key": "é" * 256}, True),
+        ({"prompt_cache_key": ""}, False),
+        ({"prompt_cache_key": None}, False),
+    ],
+)
+async def test_a_session_is_named_by_a_header_or_a_field(
+    app: TestApp, fields: dict[str, Any], in_session: bool
+) -> None:
+    assert (await app.chat(**fields)).status_code == 200
+    assert app.router.submitted[0][0].in_session == in_session
+
+
+async def test_the_name_of_a_session_is_bounded(app: TestApp) -> None:
+    long = await app.chat(headers={"x-session-id": "a" * 257})
+    assert error_of(long) == (400, "x-session-id", "invalid_value")
+    assert long.json()["error"]["message"] == "x-session-id: at most 256 characters, not 257"
+
+
 @pytest.mark.parametrize("header", ["x-request-timeout-ms", "x-slo-ttft-ms"])
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "soon", "1e99"])
 async def test_wrong_times_in_headers(app: TestApp, header: str, value: str) -> None:
@@ -224,6 +250,8 @@ async def test_wrong_times_in_headers(app: TestApp, header: str, value: str) -> 
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "messages"),
         ({"cache_salt": "s" * 257}, "cache_salt"),
+        ({"prompt_cache_key": "s" * 257}, "prompt_cache_key"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key"),
         ({"n": "x"}, "n"),
     ],
 )

@@ -68,6 +68,7 @@ def test_every_field_of_a_chat() -> None:
         logit_bias={"5": -100},
         logprobs=True,
         top_logprobs=3,
+        prompt_cache_key="c",
         max_tokens=5,
         max_completion_tokens=6,
         stream=True,
@@ -83,6 +84,7 @@ def test_every_field_of_a_chat() -> None:
             logprobs=3,
             max_tokens=6,
             split_reasoning=True,
+            session_id="c",
             **fields,
         ),
     )

@@ -56,6 +56,7 @@ def test_every_field_is_read() -> None:
         ),
         n=0,
         cache_salt="s",
+        session_id="c",
         resume=pb.Resume(token_ids=[4], model_version="v"),
         structured=pb.StructuredOutput(regex="a+"),
         truncate_prompt_tokens=-1,
@@ -83,6 +84,7 @@ def test_every_field_is_read() -> None:
         stop=("a", "a", ""),
         n=0,
         cache_salt="s",
+        session_id="c",
         resumed=(4,),
         model_version="v",
         structured=StructuredOutput("regex", "a+", "structured.regex"),
@@ -100,7 +102,7 @@ def test_every_field_is_read() -> None:
 def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
     names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
-    names |= {"truncate_prompt_tokens", "split_reasoning", "speculation"}
+    names |= {"truncate_prompt_tokens", "split_reasoning", "speculation", "session_id"}
     names |= {"prompt_logprobs", "functions"}  # over HTTP only
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}

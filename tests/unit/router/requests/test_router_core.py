@@ -26,6 +26,13 @@ from tests.support.router import (
 )
 
 
+@pytest.mark.parametrize("in_session", [False, True])
+def test_workers_know_that_a_request_is_of_a_session(in_session: bool) -> None:
+    it = Scenario("p0", "d0")
+    it.submit(msgspec.structs.replace(routed_request("r0"), in_session=in_session))
+    assert it.dispatched["r0/0"].message.spec.in_session == in_session
+
+
 def test_a_request_over_a_pair() -> None:
     it = Scenario("p0", "d0")
     it.now = 1.0
