@@ -596,15 +596,20 @@ class Fleet:
         for (version, _), each in zip(self._groups_for(demand), lists, strict=True):
             candidates = each.prefills + each.colocated if each.colocated else each.prefills
             least = min([candidate.cached_tokens for candidate in candidates], default=demand.num_tokens)
-            sources = self._sources_of(matched, demand, version, least)
-            with_more = 0 if tiers is None else tiers.with_more(least)
-            for candidate in candidates:
-                plan_fetch(demand, candidate, tiers if candidate.worker.bit & with_more else None, sources, links)
-            if tiers is not None and each.local:  # Local prefill sends nothing, so nothing is fetched for it.
-                with_more = tiers.with_more(0)
-                for candidate in each.decodes:
-                    if candidate.worker.bit & with_more:
-                        plan_fetch(demand, candidate, tiers, (), links)
+            sources = () if demand.is_pooled else self._sources_of(matched, demand, version, least)
+            if tiers is None:
+                for candidate in candidates if sources else ():
+                    plan_fetch(demand, candidate, None, sources, links)
+                continue
+            with_more = tiers.with_more(least)
+            if sources or with_more:
+                for candidate in candidates:
+                    own = tiers if candidate.worker.bit & with_more else None
+                    if own is not None or sources:
+                        plan_fetch(demand, candidate, own, sources, links)
+            for candidate in each.decodes if each.local else ():  # Local prefill sends nothing, so it fetches nothing.
+                if candidate.worker.extent_ms:
+                    plan_fetch(demand, candidate, tiers, (), links)
 
     def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version, least: int) -> Sequence[Source]:
         """The best workers of one version from which others could get what they lack of the request: they have more

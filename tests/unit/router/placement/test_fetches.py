@@ -282,6 +282,16 @@ class TestSources:
         report(other, D0, 32)
         assert self.fetch(other) is None
 
+    def test_a_request_for_a_vector_fetches_nothing(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        demand = demand_of()
+        (asked,) = fleet.shortlists(demand, HASHES, (), 1.0)
+        assert [each.fetch is not None for each in asked.prefills] == [True]
+        demand.is_pooled = True
+        (pooled,) = fleet.shortlists(demand, HASHES, (), 1.0)
+        assert [each.fetch for each in (*pooled.prefills, *pooled.colocated)] == [None]
+
     def test_what_a_worker_is_only_predicted_to_have_is_not_fetched(self) -> None:
         fleet = fleet_of("p0", "d0")
         fleet.predict(fleet.worker(D0), HASHES, 1.0)
