@@ -324,7 +324,20 @@ def lines_of(planner: Planner, facts: Facts, source: str, *, is_example_price: b
         f"{site.link.bandwidth_bytes_per_s / GB:g} GB/s; the part behind the last chunk, which a stream waits for, is "
         f"{facts.exposed_s * 1e3:.2f} ms; shorter than the prefill {hidden}, for this prompt from "
         f"{facts.hide_bytes_per_s / GB:.2f} GB/s on",
+        *_tier_lines(site.model, site.precision, facts),
         *_memory_lines(facts),
+    ]
+
+
+def _tier_lines(model: ModelShape, precision: Precision, facts: Facts) -> list[str]:
+    """What tiers hold of the KV, and how quick they, or other workers, have to be. None for models with windows, which
+    have neither."""
+    if len(model.kv_layout(precision.kv_dtype).groups) > 1:
+        return []
+    return [
+        f"KV in tiers: 1 GiB of host memory or disk holds {(1 << 30) // facts.kv_bytes_per_token} tokens; a prompt is "
+        f"loaded, or fetched from another worker, sooner than it is computed at more than "
+        f"{facts.hide_bytes_per_s / GB:.2f} GB/s"
     ]
 
 

@@ -65,6 +65,7 @@ def test_without_a_rate_there_are_the_calculations() -> None:
         in text
     )
     assert "ridge: 295 FLOP/byte; prompts are bound by arithmetic from 317 tokens on" in text
+    assert "KV in tiers: 1 GiB of host memory or disk holds 8192 tokens; " in text
     widths = text.split("a worker by its width")[1].split("GB are of")[0].splitlines()[2:]
     assert [line.split()[:5] for line in widths if line.split()[:1] in (["1"], ["8"])] == [
         ["1", "16.1", "53.9", "411525", "378"],
@@ -129,6 +130,7 @@ def test_the_pools_of_windows_and_what_experts_take_are_said(tmp_path: Path) -> 
     memory, (full, window) = width["memory"], width["memory"]["groups"]
     assert (full["window"], window["window"]) == (0, 16)
     assert " 384 bytes of KV a token, 128 of one that has left all windows\n" in text
+    assert "KV in tiers" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("memory of each device, tp 1: ")]
     assert f"KV of all tokens in {full['num_blocks']} blocks ({full['num_blocks'] * 16} tokens, " in line
     assert f"KV of the last 16 tokens in {window['num_blocks']} blocks ({window['num_blocks'] * 16} tokens, " in line
