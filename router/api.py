@@ -16,6 +16,7 @@ from disagg.proto.messages import (
     Pooling,
     Sampling,
     StepCoefficients,
+    TierCounts,
     TierName,
     TokenLogprobs,
     WorkerInfo,
@@ -409,6 +410,8 @@ class WorkerView:
     steps: StepCoefficients | None = None
     """The times that placement assumes, of prompts and of one token of each sequence that decodes; None before any was
     measured. Without drafts they are those of a step."""
+    tiers: tuple[TierCounts, ...] = ()
+    """The tiers of KV that it has, as it reported last."""
 
     @property
     def takes_requests(self) -> bool:

@@ -539,6 +539,7 @@ class Fleet:
                 worker.is_suspected,
                 open_breakers.get(worker.worker_id, ()),
                 worker.coefficients if worker.is_measured else None,
+                worker.tiers,
             )
             for _, worker in sorted(self._workers.items())
         )

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
+from disagg.proto.messages import KvLayout, StepCoefficients, TierName, WindowKv
 from disagg.router.api import ClusterView, RequestTrace, WorkerView
 from disagg.router.config import Decodes
 from disagg.router.telemetry.prefix_marks import MAX_MARKS, PLACES
@@ -51,6 +51,16 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.ttft_s is not None or self.tpot_s is not None
 
 
+class TierCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier of KV that a worker has beside its device cache."""
+
+    name: TierName
+    num_bytes: int
+    """The most that it keeps."""
+    extent_ms: float
+    """Milliseconds that it takes to load an extent."""
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The capacity of one worker; fields as in `WorkerInfo`."""
 
@@ -67,8 +77,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_itl_ms: float | None = None
     windows: tuple[WindowKv, ...] = ()
     """The part of `bytes_per_token` that layers with a window have."""
+    fetches: bool = False
+    """Whether it gets KV from other workers, and gives them its own."""
     steps: StepCoefficients = DEFAULT_COEFFICIENTS
     """The fitted step times; `UNMEASURED` while the worker has none."""
+    tiers: tuple[TierCapacity, ...] = ()
+    """Its tiers that are in use."""
 
     @property
     def is_measured(self) -> bool:
@@ -82,8 +96,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> tuple[object, ...]:
-        """All fields except the step times, which change a little all the time."""
-        return msgspec.structs.astuple(self)[:-1]
+        """All fields except the times of steps and loads, which change a little all the time."""
+        return *msgspec.structs.astuple(self)[:-2], *((tier.name, tier.num_bytes) for tier in self.tiers)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +164,13 @@ def capacity_of(worker: WorkerView) -> Capacity:
         scheduling=info.scheduling,
         max_itl_ms=info.max_itl_ms,
         windows=info.kv_layout.windows,
+        fetches=info.fetches,
         steps=worker.steps or UNMEASURED,
+        tiers=tuple(
+            TierCapacity(name=tier.name, num_bytes=tier.capacity_bytes, extent_ms=tier.extent_ms)
+            for tier in worker.tiers
+            if tier.extent_ms > 0 and not tier.off_reason
+        ),
     )
 
 

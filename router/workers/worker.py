@@ -23,6 +23,7 @@ from disagg.proto.messages import (
     Load,
     PeerRef,
     StepCoefficients,
+    TierCounts,
     TierName,
     WorkerInfo,
     WorkerReport,
@@ -137,6 +138,8 @@ class Worker:
 
     extent_ms: Mapping[TierName, float] = field(default_factory=dict)
     """Milliseconds that it expects to take to load an extent from each of its tiers that are on."""
+    tiers: tuple[TierCounts, ...] = ()
+    """The tiers of KV that it has, as it reported last."""
     heard_at: float = -math.inf
     """When its latest message came."""
     blocks_beyond: int = 0
@@ -250,6 +253,7 @@ class Worker:
         self._has_preempted = load.num_preempted > 0
         self.refused_blocks = math.inf
         if report.metrics is not None and report.metrics.tiers:
+            self.tiers = report.metrics.tiers
             self.extent_ms = {tier.name: tier.extent_ms for tier in report.metrics.tiers if tier.extent_ms}
         for sample in report.steps:
             self.model.observe(sample)

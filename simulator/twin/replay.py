@@ -1,25 +1,29 @@
 """A replay of the latest requests on the simulator under one setting.
 
-The workers are those that the cluster has, with the step times that its router fitted; every message between processes
-takes a millisecond. Answers have the lengths that they turned out to have, which router and workers do not know: a stop
-token ends them. An answer that is not complete has the mean length of the complete ones, or its present length if that
-is more.
+The workers are those that the cluster has, with the step times that its router fitted, and with their tiers of KV,
+which take as long as the slowest worker's; a replay begins with empty caches and tiers. Every message between
+processes takes a millisecond. Answers have the lengths that they turned out to have, which router and workers do not
+know: a stop token ends them. An answer that is not complete has the mean length of the complete ones, or its present
+length if that is more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
-from disagg.engine.config import Scheduling, WorkerConfig
+from disagg.engine.config import DiskTier, Scheduling, TierOptions, WorkerConfig
 from disagg.loadtests.verdict.goodput import Slo, meets
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
+from disagg.proto.messages import EXTENT_TOKENS, TierName
 from disagg.router.config import Decodes, RouterConfig
 from disagg.router.telemetry.prefix_marks import PLACES
 from disagg.router.telemetry.recent_load import Arrival, Capacity, Load
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.overheads import Overheads
+from disagg.simulator.durations.tier_times import DEFAULT_TIER_TIMES, TierTimes
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.timing import LinearSteps
 from disagg.simulator.world.users import UserRequest
@@ -61,8 +65,23 @@ def spec_of(load: Load, decodes: Decodes) -> ClusterSpec:
         router=RouterConfig(policy="elastic", decodes=decodes, admission=load.admission, max_queued=_MOST_QUEUED),
         link=LinkTimes(bandwidth_bytes_per_s=1.0 / max(_LEAST_BYTE_S, load.link_byte_s), latency_s=load.link_latency_s),
         overheads=OVERHEADS,
+        tier_times=_tier_times(workers),
         engine=ENGINE,
         sample_s=60.0,
+    )
+
+
+def _tier_times(workers: Sequence[Capacity]) -> TierTimes:
+    """Rates at which loads of the slowest worker take the time that it reported."""
+    rates: dict[TierName, float] = {}
+    for worker in workers:
+        for tier in worker.tiers:
+            rate = EXTENT_TOKENS * worker.bytes_per_token / (tier.extent_ms / 1e3)
+            rates[tier.name] = min(rate, rates.get(tier.name, math.inf))
+    return TierTimes(
+        host_bytes_per_s=rates.get("host", DEFAULT_TIER_TIMES.host_bytes_per_s),
+        disk_bytes_per_s=rates.get("disk", DEFAULT_TIER_TIMES.disk_bytes_per_s),
+        disk_latency_s=0.0,
     )
 
 
@@ -129,11 +148,22 @@ def _pool(number: int, worker: Capacity) -> PoolSpec:
             max_itl_ms=worker.max_itl_ms,
             decode_reserve_tokens=worker.decode_reserve_tokens,
             watermark=min(0.99, (worker.watermark_blocks + 0.5) / worker.num_blocks),
+            tiers=_tiers(worker),
+            fetch=worker.fetches,
         ),
         num_blocks=worker.num_blocks,
         times=LinearSteps(**worker.steps._asdict()),
         expert_share=worker.steps.expert_share,
     )
+
+
+def _tiers(worker: Capacity) -> TierOptions | None:
+    """Its tiers. What is written when is not reported: as by default."""
+    sizes = {tier.name: tier.num_bytes for tier in worker.tiers}
+    if not sizes:
+        return None
+    disk = DiskTier(path="simulated", bytes=sizes["disk"]) if "disk" in sizes else None
+    return TierOptions(host_bytes=sizes.get("host", 0), disk=disk)
 
 
 def _last_s(asked: Sequence[UserRequest]) -> float:

@@ -10,6 +10,7 @@ import pytest
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.loadtests.workload.workload import OutlinedRequest, PromptPart
 from disagg.proto.messages import EXTENT_TOKENS
+from disagg.router.telemetry.recent_load import load_of
 from disagg.simulator.cluster import Result, SimulatedCluster
 from disagg.simulator.durations.tier_times import TierTimes
 from disagg.simulator.world.settings import ClusterSpec, Fault
@@ -102,6 +103,8 @@ def test_the_router_learns_what_tiers_hold_and_how_long_they_take() -> None:
 
     assert result.problems == []
     assert [record.cached_tokens for record in result.records[8:]] == [NUM_LOADED * EXTENT_TOKENS] * 6
+    workers = load_of(cluster.gateway.core.view(cluster.loop.now), (), cluster.loop.now).workers
+    assert [[tier.name for tier in worker.tiers] for worker in workers if worker.worker_id == "prefill-0"] == [["host"]]
 
 
 def test_the_same_run_twice_is_the_same() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from disagg.engine.config import DiskTier, TierOptions
 from disagg.loadtests.verdict.goodput import Slo
 from disagg.loadtests.workload.workload import PromptPart
-from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
+from disagg.proto.messages import EXTENT_TOKENS, KvLayout, StepCoefficients, WindowKv
+from disagg.router.telemetry.recent_load import TierCapacity
 from disagg.simulator.twin.replay import parts_of, replay, requests_of, spec_of
 from disagg.step_times.interface import StepWork
 from tests.support.twins import WORKERS, arrival, evenly, load
@@ -67,6 +69,26 @@ def test_windows_and_experts_are_those_of_the_workers() -> None:
         (1, True),
         (2, True),
     ]
+
+
+def test_tiers_and_fetches_are_those_of_the_workers() -> None:
+    tiers = (
+        TierCapacity(name="host", num_bytes=1 << 30, extent_ms=0.5),
+        TierCapacity(name="disk", num_bytes=1 << 31, extent_ms=4.0),
+    )
+    worker = msgspec.structs.replace(WORKERS[0], tiers=tiers, fetches=True)
+    slower = msgspec.structs.replace(worker, tiers=(msgspec.structs.replace(tiers[0], extent_ms=2.0),))
+    spec = spec_of(load([], 0.0, workers=[worker, slower, WORKERS[1]]), "spread")
+
+    first, second, third = (pool.worker for pool in spec.pools)
+    disk = DiskTier(path="simulated", bytes=1 << 31)
+    assert first.tiers == TierOptions(host_bytes=1 << 30, disk=disk)
+    assert second.tiers == TierOptions(host_bytes=1 << 30)
+    assert (third.tiers, first.fetch, third.fetch) == (None, True, False)
+    assert spec.tier_times.copy_s(EXTENT_TOKENS * 1000) == pytest.approx(0.002)
+    assert spec.tier_times.file_s(EXTENT_TOKENS * 1000) == pytest.approx(0.004)
+    arrivals = evenly(3, prompt_tokens=700)
+    assert len(replay(load(arrivals, 3.0, workers=[worker, slower]), arrivals, 0, "spread", 1.0)) == 3
 
 
 def test_each_worker_has_its_own_step_times() -> None:
