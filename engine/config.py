@@ -21,7 +21,7 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.messages import MAX_DRAFT, RoleName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8", "fp8"]
+Quantization = Literal["none", "stored", "int8", "int4", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
 TransportName = Literal["auto", "gloo", "shm", "nixl", "nccl", "local"]
 """Transports of KV. With `auto`, a worker chooses when a pair is formed: nixl where it works, else shm or gloo
@@ -86,8 +86,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Type of weights, activations and KV. `auto` is bfloat16; on CPUs that are slow at bfloat16 it is float32, for the
     whole cluster."""
     quantization: Quantization = "none"
-    """Quantization of the weights of linear layers and of the LM head, done at load: `int8` for faster decoding on CPU,
-    with dtype bfloat16; `fp8` on GPU. See `check_quantization`."""
+    """Quantization of the weights of linear layers and of the LM head, done at load: `int8` or `int4` (groups of 32
+    inputs) for faster decoding on CPU, with dtype bfloat16; `fp8` on GPU. `stored` rounds nothing: weights that the
+    checkpoint has in groups of 4 or 8 bits stay so in memory, and results are those of `none`. See
+    `check_quantization`."""
     share_weights: bool = False
     """Keep the packed weights once for all workers of a host, in a file of the cache folder that they map: less memory,
     and a quicker start of all but the first. Steps of few sequences take up to a tenth longer, because a file has small
@@ -363,8 +365,8 @@ def check_quantization(
 
     Raises:
         ConfigError: KV in fp8 on another device than a GPU, whose kernels alone read it. Weights with another dtype
-            than bfloat16, int8 on another device than a CPU, fp8 on another than a GPU, or with several ranks: the
-            scale of a row whose inputs they share would not be the whole row's.
+            than bfloat16, `stored`, int8 or int4 on another device than a CPU, fp8 on another than a GPU, or with
+            several ranks: the scale of a row whose inputs they share would not be the whole row's.
     """
     kind = device.partition(":")[0]
     if kv_cache_dtype == "fp8" and kind != "cuda":

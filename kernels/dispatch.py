@@ -31,7 +31,7 @@ from disagg.kernels.cpu.linear import NativeExpertWeight, NativeLinear, NativeWe
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.cuda_graph import GraphCapturer
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
-from disagg.kernels.groups import Groups, find_codes
+from disagg.kernels.groups import Groups, find_codes, quantize_int4
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.ops import (
@@ -262,13 +262,12 @@ def pack_weight(
     none, oneDNN's is chosen. `int8` rounds the weight to 8 bits (`kernels/quantize.py`); without the C++ GEMM, or in
     fp32, the rounded weight is packed as a plain one: the same model, no faster.
 
-    `groups` are the scales of a weight that was dequantized: as it is, it is packed as the codes that it came from, if
-    there is a C++ GEMM. The same bits are computed from fewer bytes.
-
-    `fp8` is for GPUs that multiply 8-bit floats.
+    `stored` packs a weight that was dequantized as the codes that it came from, if its `groups` are given and there is
+    a C++ GEMM: the same bits are computed from fewer bytes. `int4` rounds the weight to such codes. `fp8` is for GPUs
+    that multiply 8-bit floats.
 
     Raises:
-        ValueError: `int8` or `fp8` of a weight that is not finite.
+        ValueError: `int8`, `int4` or `fp8` of a weight that is not finite, or `int4` of one that has no whole groups.
     """
     if quantization == "fp8":
         return pack_fp8(weight_OI)
@@ -280,10 +279,18 @@ def pack_weight(
             return rounded
         _warn_not_int8()
         weight_OI = quantized.dequantized(weight_OI.dtype)
-    if native is not None and quantization == "none" and groups is not None:
+    coded = None
+    if quantization == "int4":
+        coded = quantize_int4(weight_OI)
+        weight_OI = coded.dequantized().to(weight_OI.dtype)
+    elif quantization == "stored" and groups is not None:
         coded = find_codes(weight_OI, groups)
-        if coded is not None and (codes := native.pack_codes(coded)) is not None:
-            return codes
+    if quantization == "stored" and (coded is None or native is None):
+        _warn_not_stored(tuple(weight_OI.shape))
+    if coded is not None and native is not None and weight_OI.dtype == torch.bfloat16:
+        codes = native.pack_codes(coded)
+        assert codes is not None, "the weight is on the CPU"
+        return codes
     packed = native.pack(weight_OI) if native is not None else None
     return pack_for_onednn(weight_OI) if packed is None else packed
 
@@ -294,10 +301,10 @@ def pack_experts(weight_EOI: Tensor, quantization: Quantization = "none") -> Exp
     itself.
 
     Raises:
-        ValueError: `int8` of a weight that is not finite, or `fp8`.
+        ValueError: `int8` of a weight that is not finite, or `fp8` or `int4`.
     """
-    if quantization == "fp8":
-        raise ValueError("fp8 is not supported for experts")
+    if quantization in ("fp8", "int4"):
+        raise ValueError(f"{quantization} is not supported for experts")
     native = _choice().linear if weight_EOI.is_cpu else None
     if quantization == "int8" and (native is None or weight_EOI.dtype != torch.bfloat16):
         _warn_not_int8()
@@ -378,6 +385,11 @@ def drop_packing_memory() -> None:
 @functools.cache
 def _warn_not_int8() -> None:
     logger.warning("int8 weights: there is no C++ GEMM for them here; computing with their values in full size")
+
+
+@functools.cache
+def _warn_not_stored(shape: tuple[int, ...]) -> None:
+    logger.warning("stored weights: one of shape %s is computed from its numbers in full size", list(shape))
 
 
 def new_output(shape: Sequence[int], like: Tensor) -> Tensor:

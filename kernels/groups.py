@@ -6,7 +6,7 @@
 
 Scales, minimums and zeros are fp16; the sum is rounded to fp32, then to bf16. That is how checkpoints are dequantized,
 so a weight in this form is the dequantized one in less memory, and products have the same bits. `find_codes` finds the
-form of a dequantized weight, or finds that it has none.
+form of a dequantized weight, or finds that it has none; `quantize_int4` rounds any weight.
 
 Shapes: O features out, I features in, G groups of inputs.
 """
@@ -21,6 +21,8 @@ from torch import Tensor
 
 GROUP = 32
 """Inputs of a group; groups of a checkpoint that are larger are several with the same scale."""
+
+MOST_CODE = 15
 
 Offset = Literal["none", "minimum", "zero"]
 
@@ -38,7 +40,7 @@ class Groups:
     @property
     def code_range(self) -> tuple[int, int]:
         """Least and largest code."""
-        return (-128, 127) if self.offset == "none" else (0, 15)
+        return (-128, 127) if self.offset == "none" else (0, MOST_CODE)
 
     def weight(self, code_OGK: Tensor) -> Tensor:
         """The weight [O, I] in bf16 of codes by group, in any dtype."""
@@ -81,3 +83,22 @@ def find_codes(weight_OI: Tensor, groups: Groups) -> CodedWeight | None:
     if not torch.equal(groups.weight(code_OGK), weight_OI):
         return None
     return CodedWeight(code_OGK.flatten(1), groups)
+
+
+def quantize_int4(weight_OI: Tensor) -> CodedWeight:
+    """The nearest weight of 4 bits whose minimums and largest numbers are those of its groups, but for fp16.
+
+    Raises:
+        ValueError: inputs are no whole groups, or a weight is not finite in fp16.
+    """
+    if weight_OI.shape[1] % GROUP:
+        raise ValueError(f"int4 has groups of {GROUP} inputs; a weight has {weight_OI.shape[1]}")
+    values_OGK = weight_OI.detach().float().view(len(weight_OI), -1, GROUP)
+    offset_OG = values_OGK.amin(dim=2).half()
+    scale_OG = ((values_OGK.amax(dim=2) - offset_OG.float()) / MOST_CODE).clamp_(min=0.0).half()
+    is_finite_O = (offset_OG.isfinite() & scale_OG.isfinite()).all(dim=1)
+    if not bool(is_finite_O.all()):
+        raise ValueError(f"row {int((~is_finite_O).nonzero()[0])} of a weight is not finite in fp16")
+    scale_OG1 = torch.where(scale_OG == 0, torch.ones_like(scale_OG), scale_OG).float()[..., None]
+    code_OGK = ((values_OGK - offset_OG.float()[..., None]) / scale_OG1).round_().clamp_(0, MOST_CODE)
+    return CodedWeight(code_OGK.to(torch.uint8).flatten(1), Groups(scale_OG, offset_OG, "minimum"))

@@ -30,8 +30,9 @@ from disagg.kernels.settings.switches import switches
 
 LARGEST_INT8 = 127
 
-Quantization = Literal["none", "int8", "fp8"]
-"""Quantization of the weights of linear layers."""
+Quantization = Literal["none", "stored", "int8", "int4", "fp8"]
+"""Quantization of the weights of linear layers. `stored` rounds nothing: weights that a checkpoint has in 4 or 8 bits
+are computed from as few; see `kernels/groups.py`, which also has the rounding of `int4`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

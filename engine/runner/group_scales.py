@@ -47,6 +47,11 @@ class GroupScales:
         if groups.offset_OG is not None:
             matrix.offset_OG[place] = groups.offset_OG
 
+    @property
+    def are_none(self) -> bool:
+        """Whether no weight has any."""
+        return not self._matrices
+
     def of(self, weight: Tensor) -> Groups | None:
         """The scales of a whole weight; None where it has none, or not everywhere."""
         matrix = self._matrices.get(weight.untyped_storage().data_ptr())

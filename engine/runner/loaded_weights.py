@@ -44,11 +44,12 @@ def load_weights(
     source: WeightsSource, model: ModelConfig, device: torch.device, shard: Shard = WHOLE
 ) -> LoadedWeights:
     """Read and pack them. Raises as `load_parameters` and `pack_parameters` do."""
-    fingerprint = model_fingerprint(source.model_path, source.dtype, source.quantization)
+    computed = "none" if source.quantization == "stored" else source.quantization  # the same bits, so KV can be shared
+    fingerprint = model_fingerprint(source.model_path, source.dtype, computed)
     dtype: torch.dtype = getattr(torch, source.dtype)
 
     def own_parameters() -> ModelParameters:
-        scales = GroupScales()
+        scales = GroupScales() if source.quantization == "stored" else None
         parameters = load_parameters(source.model_path, model, dtype, device, shard, scales)
         pack_parameters(parameters, source.quantization, scales)
         return parameters

@@ -63,7 +63,7 @@ def shared_parameters(
         )
         return make()
     times = weight_file_times(source.model_path)
-    key = hashlib.sha256(json.dumps([fingerprint, packing, times]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([fingerprint, packing, times, source.quantization]).encode()).hexdigest()[:32]
     shared = _SharedFile(shared_folder(), fingerprint, key, model, dtype)
     if (found := shared.mapped()) is not None:
         return found

@@ -265,8 +265,8 @@ void panels_by_fma(const Linear& args, const WideRows& x, int64_t first, int64_t
         for (int64_t p = first; p < end; ++p) panel_of_codes_by_fma<CODES>(args, x, p * COLUMNS, codes + p * panel_bytes);
         return;
     } else {
-    const auto* packed = static_cast<const typename Source::Number*>(args.packed);
-    for (int64_t p = first; p < end; ++p) panel_by_fma<T, Source>(args, x, p * COLUMNS, packed + p * args.panel_size());
+        const auto* packed = static_cast<const typename Source::Number*>(args.packed);
+        for (int64_t p = first; p < end; ++p) panel_by_fma<T, Source>(args, x, p * COLUMNS, packed + p * args.panel_size());
     }
 }
 

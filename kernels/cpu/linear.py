@@ -252,7 +252,12 @@ class NativeWeight(PackedWeight):
     def kind(self) -> int:
         """Number of its kind in the library's calls."""
         packed = self.packed
-        return _CODE_KINDS.get((packed.dtype, packed.shape[2])) or KINDS[packed.dtype]
+        return _CODE_KINDS[packed.dtype, packed.shape[2]] if self.are_codes else KINDS[packed.dtype]
+
+    @property
+    def are_codes(self) -> bool:
+        """Whether it is of codes in groups."""
+        return (self.packed.dtype, self.packed.shape[2]) in _CODE_KINDS
 
     def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, rounded once; [T, O]."""

@@ -208,13 +208,15 @@ def pack_parameters(
     parameters: ModelParameters, quantization: Quantization = "none", scales: GroupScales | None = None
 ) -> None:
     """Pack every linear weight in place, one after the other in the order of a step, so that only one is held twice.
-    Where `scales` has those of a weight, it may be packed in fewer bits, without a difference in what is computed.
+    With `stored`, a weight whose `scales` are given is packed in fewer bits, without a difference in what is computed.
 
     Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
 
     Raises:
-        ConfigError: a weight that is to be quantized is not finite.
+        ConfigError: a weight that is to be quantized is not finite, or cannot be; or none is stored in 4 or 8 bits.
     """
+    if quantization == "stored" and (scales is None or scales.are_none):
+        raise ConfigError("quantization: stored, but the checkpoint has no linear weights in groups of 4 or 8 bits")
 
     try:
         for layer in parameters.layers:
