@@ -1,4 +1,5 @@
-"""What 8-bit weights cost in accuracy: the engine with `quantization: int8` and in bf16, each against fp32, on text.
+"""What weights of 8 and 4 bits cost in accuracy: the engine with `quantization: int8`, `int4` and in bf16, each against
+fp32, on text.
 
     python -m benchmarks.quality.quantization [--model smollm2-135m] [--tokens 512] [--json FILE] [TEXT ...]
 
@@ -45,7 +46,12 @@ class Form:
     quantization: Quantization = "none"
 
 
-FORMS = {"fp32": Form("float32"), "bf16": Form("bfloat16"), "int8": Form("bfloat16", "int8")}
+FORMS = {
+    "fp32": Form("float32"),
+    "bf16": Form("bfloat16"),
+    "int8": Form("bfloat16", "int8"),
+    "int4": Form("bfloat16", "int4"),
+}
 
 
 class Scorer:
@@ -115,7 +121,8 @@ def main() -> None:
         ],
     )  # fmt: skip
     if arguments.json is not None:
-        summary = {f"int8_{name}": rows[-1][name] for name in ("perplexity", "divergence", "other_top_token")}
+        names = ("perplexity", "divergence", "other_top_token")
+        summary = {f"{row['weights']}_{name}": row[name] for row in rows[2:] for name in names}
         write_json(arguments.json, report(rows, summary))
 
 
