@@ -29,7 +29,14 @@ BLOCKS = [9, 2, 31, 0, 17]
 LAST = Pooling(kind="last")
 MEAN = Pooling(kind="mean")
 SCORE = Pooling(kind="score", score_ids=(17, 40))
-POOLINGS = [LAST, Pooling(kind="last", dimensions=8), Pooling(kind="last", normalize=False), MEAN, SCORE]
+POOLINGS = [
+    LAST,
+    Pooling(kind="last", dimensions=8),
+    Pooling(kind="last", normalize=False),
+    MEAN,
+    Pooling(kind="mean", normalize=False),
+    SCORE,
+]
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -106,21 +113,24 @@ def test_a_vector_that_is_not_finite_is_a_fault_of_the_model(folder: Path) -> No
     assert (result.vectors, result.faults) == ({}, {0: "model"})
 
 
-def test_all_kinds_in_one_step_beside_an_answer(runner: TorchModelRunner, reference: Any) -> None:
-    """Entries of three and four tokens, in blocks of their own; one of them is a decode of an answer."""
+def test_all_kinds_in_one_step_beside_answers(runner: TorchModelRunner, reference: Any) -> None:
+    """Entries of three and four tokens, in blocks of their own, between two answers: one is decoded, behind a token
+    that was forced, and the prompt of the other comes last."""
     kinds = [LAST, MEAN, SCORE, MEAN]
-    decoding = make_sequence(PROMPT[:5], [20])
-    alone = runner.run(StepPlan((), (chunk(decoding, 0, 5),))).token_ids
-    decoding.token_ids += alone
-    (next_id,) = runner.run(StepPlan((chunk(decoding, 5, 6),))).token_ids
+    decoding, prompt = make_sequence(PROMPT[:5], [20]), make_sequence(PROMPT[10:19], [19])
+    decoding.token_ids += [*runner.run(StepPlan((), (chunk(decoding, 0, 5),))).token_ids, 7]
+    runner.run(StepPlan((ScheduledSequence(decoding, 5, 1, samples=False),)))
+    (next_id,) = runner.run(StepPlan((chunk(decoding, 6, 7),))).token_ids
+    (first_id,) = runner.run(StepPlan((), (chunk(prompt, 0, 9),))).token_ids
     sequences = []
     for number, pooling in enumerate(kinds):
         sequence = pooled(PROMPT[number : number + 3 + number % 2], pooling, [21 + number])
         sequence.key = sequence.key._replace(attempt=number)
         sequences.append(sequence)
-    entries = tuple(ScheduledSequence(each, 0, each.num_tokens, samples=True) for each in sequences)
-    result = runner.run(StepPlan((chunk(decoding, 5, 6),), entries, pools=True))
-    assert result.token_ids[0] == next_id
+    entries = tuple(ScheduledSequence(each, 0, each.num_tokens, samples=True) for each in (*sequences, prompt))
+    forced = ScheduledSequence(decoding, 5, 1, samples=False)
+    result = runner.run(StepPlan((forced, chunk(decoding, 6, 7)), entries, pools=True))
+    assert (result.token_ids[0], result.token_ids[-1]) == (next_id, first_id)
     assert result.faults == {}
     for sequence, pooling in zip(sequences, kinds, strict=True):
         assert_same(result.vectors[sequence.key], expected(reference, sequence.token_ids, pooling))

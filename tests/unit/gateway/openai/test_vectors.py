@@ -95,6 +95,7 @@ async def test_texts_and_ids_have_vectors(embedder: ServedModel, given: Any, ids
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0},
     }
     assert {request.pooling for request, _ in app.router.submitted} == {Pooling(kind="last")}
+    assert {request.sampling.max_tokens for request, _ in app.router.submitted} == {1}
 
 
 async def test_base64_are_the_numbers_in_fp32(embedder: ServedModel) -> None:
