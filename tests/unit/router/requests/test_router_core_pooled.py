@@ -119,3 +119,31 @@ def test_many_tenants_share_workers_that_do_not_decode() -> None:
     core = Scenario(*infos)
     assert core.core._fleet.num_places() == infos[0].max_num_seqs
     assert core.core._fleet.kv_room()[0] == 1024
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
+    """A slot at a time: the chat of another tenant is next, whatever waits; then the tenants take turns."""
+    config = msgspec.structs.replace(PLAIN, fair_quantum_tokens=1)
+    core = Scenario(worker_info("c0", token_budget=32), config=config)
+    for number in range(50):
+        core.submit(msgspec.structs.replace(pooled(f"flood-{number}"), tenant="a"))
+    assert list(core.dispatched) == ["flood-0/0"]
+    chat = routed_request("chat", 64, max_tokens=1)
+    core.submit(msgspec.structs.replace(chat, tenant="b"))
+    core.submit(msgspec.structs.replace(pooled("text"), tenant="b"))
+    assert core.update("c0", computed("flood-0")) == ["finish flood-0 stop 0 cached=16", "dispatch c0 chat/0 alone"]
+    core.update("c0", end_update("chat", 0, "length"))
+    (last,) = [key for key in core.dispatched if key not in ("flood-0/0", "chat/0")]
+    assert last in ("flood-1/0", "text/0")
+    core.update("c0", computed(last.split("/")[0]))
+    assert {"flood-1/0", "text/0"} <= core.dispatched.keys()
+    assert len(core.dispatched) == 4
+
+
+def test_of_one_tenant_a_chat_with_a_target_is_before_its_vectors() -> None:
+    core = Scenario(worker_info("c0", token_budget=32))
+    for number in range(50):
+        core.submit(pooled(f"flood-{number}"))
+    chat = msgspec.structs.replace(routed_request("chat", 64, max_tokens=1), ttft_slo_s=1.0)
+    core.submit(chat)
+    assert core.update("c0", computed("flood-0")) == ["finish flood-0 stop 0 cached=16", "dispatch c0 chat/0 alone"]
