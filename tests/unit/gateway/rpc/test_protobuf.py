@@ -96,6 +96,7 @@ def test_every_field_is_read() -> None:
     assert [name for name in GenerationInput.__slots__ if getattr(read, name) == getattr(unset, name)] == [
         "prompt_logprobs",
         "functions",
+        "pooling",
     ]
 
 
@@ -103,7 +104,7 @@ def test_no_field_of_the_protobuf_is_left_out() -> None:
     """What is added there must be read here, and have the name that it has there."""
     names = {"model", "prompt", "n", "cache_salt", "resumed", "model_version", "structured"}
     names |= {"truncate_prompt_tokens", "split_reasoning", "speculation", "session_id"}
-    names |= {"prompt_logprobs", "functions"}  # over HTTP only
+    names |= {"prompt_logprobs", "functions", "pooling"}  # over HTTP only
     for message in (pb.SamplingParams, pb.StopConditions):
         names |= {field.name for field in message.DESCRIPTOR.fields}
     assert names == set(GenerationInput.__slots__)

@@ -159,15 +159,17 @@ async def test_targets_and_the_caller_travel_with_the_request(model: ServedModel
 
 
 @pytest.mark.parametrize(
-    ("metadata", "fields", "in_session"),
-    [((), {}, False), ((("x-session-id", "a"),), {}, True), ((), {"session_id": "a"}, True)],
+    ("metadata", "session_id", "in_session"),
+    [((), "", False), ((("x-session-id", "a"),), "", True), ((), "a", True)],
 )
 async def test_a_session_is_named_by_metadata_or_the_field(
-    model: ServedModel, metadata: tuple[tuple[str, str], ...], fields: dict[str, str], in_session: bool
+    model: ServedModel, metadata: tuple[tuple[str, str], ...], session_id: str, in_session: bool
 ) -> None:
     router = FakeRouter([[5]])
     context: Any = FakeContext(metadata=metadata)
-    await make(model, router).Generate(pb.GenerateRequest(model=REQUEST.model, text="x", **fields), context)
+    await make(model, router).Generate(
+        pb.GenerateRequest(model=REQUEST.model, text="x", session_id=session_id), context
+    )
     assert router.submitted[0][0].in_session == in_session
 
 
