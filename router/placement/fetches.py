@@ -121,11 +121,8 @@ def _may_win(candidate: Candidate, num_tokens: int, sources: Sequence[Source], l
 
 
 def _may_send(source: Source, candidate: Candidate) -> bool:
-    """Whether the source has more than the candidate, which fetches KV, with the bits that it would compute itself."""
-    worker, peer = candidate.worker, source.worker
-    if source.tokens <= candidate.cached_tokens or not worker.fetches or peer is worker:
-        return False
-    return peer.info.arithmetic == worker.info.arithmetic
+    worker = candidate.worker
+    return source.tokens > candidate.cached_tokens and worker.fetches and source.worker is not worker
 
 
 def _loads(worker: Worker, cached: int, num_tokens: int, tiers: TierMatch) -> Sequence[FetchPlan]:
