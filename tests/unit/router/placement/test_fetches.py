@@ -159,6 +159,26 @@ class TestPlan:
         assert busy.delay_ms == pytest.approx(3 * busy.kv_bytes * 0.33e-6)
         assert busy.ms == idle.ms + NUM_TURNS * 7.0
 
+    def test_a_source_is_held_up_no_longer_than_the_transfer_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        fleet.worker(D0).num_decodes = 3
+        monkeypatch.setattr(fleet.fetch_links, "transfer_ms", lambda *_: 0.001)
+        plan = prefills(fleet)["p0"].fetch
+        assert plan is not None
+        assert plan.delay_ms == 3 * 0.001
+
+    def test_a_fetch_that_costs_others_more_than_it_saves_is_not_made(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        for number in range(200):
+            fleet.fetch_links.ended(D0, P0, "done", (number % 7 + 1) << 20, 2.0 * (number % 7 + 1), 1.0)
+        assert prefills(fleet)["p0"].fetch is not None
+        fleet.worker(D0).num_decodes = 10**6
+        candidate = prefills(fleet)["p0"]
+        assert candidate.ways[1].delay_ms > candidate.ways[0].prefill_ms
+        assert candidate.fetch is None
+
     def test_a_worker_that_computes_receives_between_its_steps(self) -> None:
         fleet = fleet_of("p0", "d0")
         report(fleet, D0, 32)

@@ -12,6 +12,7 @@ from disagg.router.placement.forecast import prefill_ms
 from disagg.router.recording.entries import Entry, Handled, decode
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import FromWorker
+from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.fetch_links import FAILED_S, REFUSED_S
 from tests.support.recordings import GATEWAY_ID, ListSink, header_of, replayed
 from tests.support.router import (
@@ -88,6 +89,28 @@ def test_a_source_that_did_not_send_is_not_asked_again_for_a_while(outcome: Fetc
             scenario.update("p0", fetched_update(request.request_id, "d0", outcome))
         scenario.cancel(request.request_id)
     assert asked == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kv_bytes", "transfer_s", "observed"),
+    [("done", 32768, 0.3, (32768, 250.0)), ("done", 32768, 0.01, (32768, 0.0)), ("late", 0, 0.0, (32768, 1.016384)),
+     ("late", 4096, 0.3, (4096, 250.0)), ("refused", 0, 0.3, None), ("failed", 4096, 0.3, None)],
+)  # fmt: skip
+def test_a_transfer_is_observed_without_what_came_before_it(
+    outcome: FetchOutcome, kv_bytes: int, transfer_s: float, observed: tuple[int, float] | None
+) -> None:
+    """The connection is formed in 50 ms. One that is late would have taken at least as long as predicted."""
+    scenario = cluster("p0", "d0")
+    scenario.start(REQUEST, "p0", "d0")
+    scenario.now = 0.5
+    scenario.update("p0", fetched_update("r0", "d0", outcome, kv_bytes=kv_bytes, transfer_s=transfer_s))
+    links = LinkModel()
+    assert scenario.core._fleet.fetch_links._has_observed == (observed is not None)
+    if observed is not None:
+        links.placed(WorkerId("d0"), WorkerId("p0"), 0.0)
+        links.observe(WorkerId("d0"), WorkerId("p0"), observed[0], observed[1], 0.5)
+        found = scenario.core._fleet.fetch_links._links.exposed_ms(WorkerId("d0"), WorkerId("p0"), 1 << 20)
+        assert found == pytest.approx(links.exposed_ms(WorkerId("d0"), WorkerId("p0"), 1 << 20))
 
 
 def test_a_message_that_is_not_of_this_fetch_is_counted_and_dropped() -> None:
