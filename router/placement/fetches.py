@@ -148,7 +148,9 @@ def _load(tier: TierName, worker: Worker, num_tokens: int, end: int, ms: float) 
 
 def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
     """Predicted milliseconds; infinite for a tier of which the worker has told nothing yet."""
-    return num_extents * worker.extent_ms.get(tier, math.inf) if num_extents > 0 else 0.0
+    if num_extents <= 0:
+        return 0.0
+    return num_extents * worker.extent_ms.get(tier, math.inf) + worker.tier_queue_ms.get(tier, 0.0)
 
 
 def _fetch(demand: Demand, candidate: Candidate, source: Source, links: FetchLinks) -> FetchPlan:

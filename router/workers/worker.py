@@ -140,6 +140,8 @@ class Worker:
     """Milliseconds that it expects to take to load an extent from each of its tiers that are on."""
     tiers: tuple[TierCounts, ...] = ()
     """The tiers of KV that it has, as it reported last."""
+    tier_queue_ms: Mapping[TierName, float] = field(default_factory=dict)
+    """Milliseconds until a load from each of these tiers that begins now gets its first extent."""
     heard_at: float = -math.inf
     """When its latest message came."""
     blocks_beyond: int = 0
@@ -255,6 +257,7 @@ class Worker:
         if report.metrics is not None and report.metrics.tiers:
             self.tiers = report.metrics.tiers
             self.extent_ms = {tier.name: tier.extent_ms for tier in report.metrics.tiers if tier.extent_ms}
+            self.tier_queue_ms = {tier.name: tier.queue_ms for tier in report.metrics.tiers}
         for sample in report.steps:
             self.model.observe(sample)
             self.is_measured = True

@@ -130,6 +130,15 @@ class TestPlacement:
         assert weight.prefill_ms == cached.prefill_ms
         assert weight.cost == pytest.approx(cached.cost + 10.0)
 
+    def test_a_load_waits_for_those_before_it(self) -> None:
+        fleet, _ = fleet_of(1)
+        busy = (
+            TierCounts(name="host", extent_ms=1.0, queue_ms=3.0),
+            TierCounts(name="disk", extent_ms=4.0, queue_ms=20.0),
+        )
+        fleet.report(report("c0", 0, snapshot(host=KEYS[:2], disk=KEYS[:4]), tiers=busy), 1.0)
+        assert [way.ms for way in candidates(fleet)["c0"].ways] == [0.0, 2 * 1.0 + 3.0, 2 * 1.0 + 3.0 + 2 * 4.0 + 20.0]
+
     def test_a_slow_tier_is_not_counted_on(self) -> None:
         fleet, _ = fleet_of(1)
         fleet.report(report("c0", 0, snapshot(host=KEYS[:2], disk=KEYS[:4]), tiers=tiers(1.0, 400.0)), 1.0)
