@@ -8,11 +8,12 @@ A table for each message has the fields of both sides, so that what is written i
 
 from __future__ import annotations
 
-from typing import Any, Final
+import math
+from typing import Any, Final, get_args
 
-from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
+from disagg.proto.messages import KvLayout, StepCoefficients, TierName, WindowKv
 from disagg.router.config import Decodes, is_decodes
-from disagg.router.telemetry.recent_load import Arrival, Capacity, Load, check_marks
+from disagg.router.telemetry.recent_load import Arrival, Capacity, Load, TierCapacity, check_marks
 from disagg.v1 import inference_pb2 as pb
 
 Fields = dict[str, str]
@@ -41,7 +42,9 @@ _CAPACITY: Final[Fields] = {
     "watermark_blocks": "watermark_blocks",
     "scheduling": "scheduling",
     "max_itl_ms": "max_itl_ms",
+    "fetches": "fetches",
 }
+_TIER: Final[Fields] = {"name": "name", "num_bytes": "bytes", "extent_ms": "extent_ms"}
 
 
 def encode_arrival(arrival: Arrival) -> pb.RecentRequest:
@@ -52,7 +55,10 @@ def encode_arrival(arrival: Arrival) -> pb.RecentRequest:
 def encode_capacity(capacity: Capacity) -> pb.WorkerCapacity:
     """The message of one worker."""
     windows = [pb.WindowKv(window=each.window, bytes_per_token=each.bytes_per_token) for each in capacity.windows]
-    return pb.WorkerCapacity(**_written(capacity, _CAPACITY), **capacity.steps._asdict(), kv_windows=windows)
+    tiers = [pb.TierCapacity(**_written(tier, _TIER)) for tier in capacity.tiers]
+    return pb.WorkerCapacity(
+        **_written(capacity, _CAPACITY), **capacity.steps._asdict(), kv_windows=windows, tiers=tiers
+    )
 
 
 def decode(response: pb.GetLoadResponse) -> Load:
@@ -96,7 +102,16 @@ def _capacity_of(worker: pb.WorkerCapacity) -> Capacity:
         KvLayout.sized(worker.kv_bytes_per_token, windows)
     except ValueError as error:
         raise ValueError(f"kv_windows: {error}") from None
-    return Capacity(**_read(worker, _CAPACITY), steps=_steps_of(worker), windows=windows)
+    tiers = tuple(_tier_of(tier) for tier in worker.tiers)
+    return Capacity(**_read(worker, _CAPACITY), steps=_steps_of(worker), windows=windows, tiers=tiers)
+
+
+def _tier_of(tier: pb.TierCapacity) -> TierCapacity:
+    if tier.name not in get_args(TierName) or not tier.bytes or not 0 < tier.extent_ms < math.inf:
+        raise ValueError(
+            f"tiers: the gateway has {tier.name!r} of {tier.bytes} bytes with {tier.extent_ms} ms an extent"
+        )
+    return TierCapacity(**_read(tier, _TIER))
 
 
 def _steps_of(worker: pb.WorkerCapacity) -> StepCoefficients:

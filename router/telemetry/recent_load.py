@@ -9,6 +9,7 @@ Times are seconds of the router's clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -169,7 +170,7 @@ def capacity_of(worker: WorkerView) -> Capacity:
         tiers=tuple(
             TierCapacity(name=tier.name, num_bytes=tier.capacity_bytes, extent_ms=tier.extent_ms)
             for tier in worker.tiers
-            if tier.extent_ms > 0 and not tier.off_reason
+            if 0 < tier.extent_ms < math.inf and not tier.off_reason
         ),
     )
 

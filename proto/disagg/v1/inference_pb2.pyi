@@ -842,7 +842,7 @@ class RecentRequest(_message.Message):
     def __init__(self, arrival_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., is_complete: bool = ..., max_tokens: _Optional[int] = ..., ttft_slo_s: _Optional[float] = ..., tpot_slo_s: _Optional[float] = ..., prefix_marks: _Optional[_Iterable[int]] = ..., met_targets: bool = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "kv_blocks", "block_size", "max_num_seqs", "token_budget", "max_model_len", "kv_bytes_per_token", "decode_reserve_tokens", "watermark_blocks", "scheduling", "max_itl_ms", "base_ms", "prefill_token_ms", "attended_ms", "decode_ms", "context_ms", "kv_windows", "experts_ms", "expert_share")
+    __slots__ = ("worker_id", "kv_blocks", "block_size", "max_num_seqs", "token_budget", "max_model_len", "kv_bytes_per_token", "decode_reserve_tokens", "watermark_blocks", "scheduling", "max_itl_ms", "base_ms", "prefill_token_ms", "attended_ms", "decode_ms", "context_ms", "kv_windows", "experts_ms", "expert_share", "tiers", "fetches")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -862,6 +862,8 @@ class WorkerCapacity(_message.Message):
     KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_MS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     kv_blocks: int
     block_size: int
@@ -881,7 +883,19 @@ class WorkerCapacity(_message.Message):
     kv_windows: _containers.RepeatedCompositeFieldContainer[WindowKv]
     experts_ms: float
     expert_share: float
-    def __init__(self, worker_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., scheduling: _Optional[str] = ..., max_itl_ms: _Optional[float] = ..., base_ms: _Optional[float] = ..., prefill_token_ms: _Optional[float] = ..., attended_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., context_ms: _Optional[float] = ..., kv_windows: _Optional[_Iterable[_Union[WindowKv, _Mapping]]] = ..., experts_ms: _Optional[float] = ..., expert_share: _Optional[float] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierCapacity]
+    fetches: bool
+    def __init__(self, worker_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., watermark_blocks: _Optional[int] = ..., scheduling: _Optional[str] = ..., max_itl_ms: _Optional[float] = ..., base_ms: _Optional[float] = ..., prefill_token_ms: _Optional[float] = ..., attended_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., context_ms: _Optional[float] = ..., kv_windows: _Optional[_Iterable[_Union[WindowKv, _Mapping]]] = ..., experts_ms: _Optional[float] = ..., expert_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., fetches: bool = ...) -> None: ...
+
+class TierCapacity(_message.Message):
+    __slots__ = ("name", "bytes", "extent_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    extent_ms: float
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., extent_ms: _Optional[float] = ...) -> None: ...
 
 class WindowKv(_message.Message):
     __slots__ = ("window", "bytes_per_token")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 
 from disagg.gateway.operators.admin_answers import placement_facts
 from disagg.gateway.operators.load_codec import decode, encode_arrival
 from disagg.proto.ids import BlockHash, RequestId
-from disagg.proto.messages import KvLayout, StepCoefficients, WindowKv
+from disagg.proto.messages import KvLayout, StepCoefficients, TierCounts, WindowKv
 from disagg.proto.messages import Load as WorkerLoad
 from disagg.router.api import ClusterView, PlacementView, RequestTrace, WorkerView
 from disagg.router.telemetry.recent_load import arrival_of, capacity_of, load_of
@@ -83,7 +86,33 @@ def test_windows_and_experts_are_read_as_they_are_written() -> None:
     assert (found.kv_layout, found.steps) == (layout, steps)
 
 
+def test_tiers_and_fetches_are_read_as_they_are_written() -> None:
+    tiers = (
+        TierCounts(name="host", capacity_bytes=1 << 40, extent_ms=0.5),
+        TierCounts(name="disk", capacity_bytes=1 << 41, extent_ms=4.0),
+    )
+    info = msgspec.structs.replace(worker_info("w0"), fetches=True)
+    worker = WorkerView(info, WorkerLoad(), steps=STEPS, tiers=tiers)
+    (found,) = decode(placement_facts(ClusterView((worker,), 0, 0, placement=VIEW.placement))).workers
+    assert found == capacity_of(worker)
+    assert [(tier.name, tier.num_bytes, tier.extent_ms) for tier in found.tiers] == [
+        ("host", 1 << 40, 0.5),
+        ("disk", 1 << 41, 4.0),
+    ]
+    assert found.fetches
+
+
 def test_what_cannot_be_is_refused_by_its_field() -> None:
+    for name, num_bytes, ms in (
+        ("tape", 1, 1.0),
+        ("host", 0, 1.0),
+        ("host", 1, 0.0),
+        ("host", 1, math.nan),
+        ("host", 1, math.inf),
+    ):
+        tier = pb.TierCapacity(name=name, bytes=num_bytes, extent_ms=ms)
+        with pytest.raises(ValueError, match=r"^tiers: the gateway has "):
+            decode(pb.GetLoadResponse(workers=[pb.WorkerCapacity(kv_bytes_per_token=8, tiers=[tier], base_ms=1.0)]))
     for window, num_bytes in ((0, 1), (512, 0), (512, 8)):
         worker = pb.WorkerCapacity(
             kv_bytes_per_token=8, kv_windows=[pb.WindowKv(window=window, bytes_per_token=num_bytes)], base_ms=1.0
