@@ -12,19 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from disagg.engine.commands import Command, FetchOrdered, FetchOver, Pin, Pinned, Release
-from disagg.engine.kv_transfer.commands import Cause, ReceiveOver
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS
-from disagg.proto.handover import Failure
+from disagg.engine.kv_transfer.commands import ReceiveOver
+from disagg.engine.kv_transfer.prefixes import MAX_SERVED, held_part, outcome_of
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import FetchOutcome, PeerRef, SequenceSpec
-from disagg.proto.token_ids import TOKEN_ID_BYTES, PackedTokenIds
 from disagg.simulator.world.surroundings import Surroundings
-
-MAX_SERVED = 2
-"""Fetches that a worker serves at a time, as `prefill_worker/served_fetches.py` does."""
 
 
 class FetchingWorker(Protocol):
@@ -102,15 +95,7 @@ class Fetches:
 
     def received(self, over: ReceiveOver) -> None:
         """The hand-over of a prefix is decided."""
-        match over.cause:
-            case None:
-                self.over(over.key, "done")
-            case Cause(Failure.REFUSED, detail):  # this worker has no blocks for it
-                self.over(over.key, "refused", detail)
-            case Cause(Failure.DEADLINE, detail):  # of the source
-                self.over(over.key, "late", detail)
-            case cause:
-                self.over(over.key, "failed", cause.detail)
+        self.over(over.key, outcome_of(over), "" if over.cause is None else over.cause.detail)
 
     # ------------------------------------------------------------ the source
 
@@ -129,18 +114,13 @@ class Fetches:
     def pinned(self, event: Pinned) -> None:
         """The engine holds the prefix, or not."""
         order, needy = self._served[event.key]
-        num_tokens, spec = event.num_tokens, order.spec
+        num_tokens = event.num_tokens
         if needy.is_dead or num_tokens <= order.from_token:
             self._worker.post(Release(event.key))
             del self._served[event.key]
             self._refuse(order, needy, event.reason or f"of {num_tokens} tokens the caller has {order.from_token}")
             return
-        held = msgspec.structs.replace(
-            spec,
-            prompt_token_ids=PackedTokenIds(spec.prompt_token_ids[: num_tokens * TOKEN_ID_BYTES]),
-            block_hashes=spec.block_hashes[: num_tokens // HASH_BLOCK_TOKENS],
-        )
-        self._offer(needy.peer_ref, held)
+        self._offer(needy.peer_ref, held_part(order.spec, num_tokens))
 
     def sent(self, key: AttemptKey) -> None:
         """The hand-over is over, and the prefix is released."""
