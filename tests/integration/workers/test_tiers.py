@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
 from disagg.proto.messages import WatchRequest, WorkerInfo, WorkerReport, decoder, encode
 from disagg.proto.services import CHANNEL_OPTIONS, WATCH
 from tests.support.secret import SECRET
-from tests.support.waiting import LONG_WAIT_S, eventually
+from tests.support.waiting import eventually
 from tests.support.workers import open_gateway, prompt_of, running_workers
 
 NUM_TOKENS = 6
@@ -35,31 +37,38 @@ def config_of(folder: Path, worker_id: str = "c0", *, failpoints: bool = False) 
         watermark=0.0,
         tiers=TierOptions(disk=DiskTier(path=str(folder / worker_id), bytes=1 << 20)),
         failpoints=failpoints,
+        token_budget=64,
     )
 
 
-async def until_its_tier_is(info: WorkerInfo, off_reason: str) -> None:
-    """Wait until a worker reports a reason that ends like this for its tier; an empty one is a tier that is on. A
-    worker serves before it has read its folder."""
+@asynccontextmanager
+async def watched(info: WorkerInfo) -> AsyncIterator[list[str]]:
+    """All that a worker reports of why its tier is off, from now on; an empty reason is a tier that is on. A worker
+    serves before it has read its folder, and tries one that failed again after a while."""
+    reasons: list[str] = []
     decode = decoder(WorkerReport).decode
-    async with (
-        asyncio.timeout(LONG_WAIT_S),
-        grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel,
-    ):
+    async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
         call: Any = channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
-        while True:
-            metrics = decode(await call.read()).metrics
-            reasons = [tier.off_reason for tier in metrics.tiers] if metrics is not None else []
-            if reasons and reasons[0].endswith(off_reason) and bool(reasons[0]) == bool(off_reason):
-                call.cancel()
-                return
+
+        async def read() -> None:
+            while isinstance(frame := await call.read(), bytes):
+                metrics = decode(frame).metrics
+                if metrics is not None:
+                    reasons.extend(tier.off_reason for tier in metrics.tiers)
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: "" in reasons, "the tier was not turned on")
+        yield reasons
+        call.cancel()
+        await asyncio.wait([reading])
 
 
 async def cached_of(config: WorkerConfig, prompts: list[list[int]]) -> list[int]:
     """Start a worker and run each prompt alone, the next one when the folder has files of it; what each found."""
     with running_workers(config) as infos:
         async with open_gateway(infos) as gateway:
-            await until_its_tier_is(infos[0], "")
+            async with watched(infos[0]):
+                pass
             cached = []
             for number, prompt in enumerate(prompts, start=1):
                 answer = await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
@@ -115,8 +124,10 @@ FAULTS = ";".join(
         "tier.write=fail(worker=full)",
         "tier.read=fail(worker=broken)",
         "tier.read=delay(worker=slow,ms=1000)",
+        "engine.step=hang(ms=30)",
     )
 )
+"""Steps take long, so that a load is quicker on a busy machine, too."""
 OFF = {
     "full": "No space left on device",
     "broken": "Input/output error",
@@ -124,7 +135,7 @@ OFF = {
     "removed": "No such file or directory",
     "sound": "",
 }
-"""Why the disk tier of each worker is off in the end."""
+"""How the reason ends for which the disk tier of each worker is turned off; empty where it stays on."""
 CACHED = {"full": 0, "broken": 0, "slow": 0, "removed": 0, "sound": 256}
 """Tokens of the first prompt that are not computed when it comes again."""
 
@@ -142,19 +153,22 @@ async def test_no_disk_fails_a_request_and_each_tells_what_it_has(
 
             async def drive(info: WorkerInfo, config: WorkerConfig) -> int:
                 name = info.worker_id
-                await until_its_tier_is(info, "")
-                for number, prompt in enumerate(prompts, start=1):
-                    answer = await gateway.run(prompt, worker=name, max_tokens=NUM_TOKENS)
-                    assert answer.token_ids == fake_generate(tuple(prompt), NUM_TOKENS)
-                    if name != "full":
-                        await eventually(
-                            lambda most=2 * number: len(files_of(config)) == most, "extents were not written"
-                        )
-                if name == "removed":
-                    shutil.rmtree(tmp_path / name)
-                answer = await gateway.run(prompts[0], worker=name, max_tokens=NUM_TOKENS)
-                assert answer.token_ids == fake_generate(tuple(prompts[0]), NUM_TOKENS)
-                await until_its_tier_is(info, OFF[name])
+                async with watched(info) as reasons:
+                    for number, prompt in enumerate(prompts, start=1):
+                        answer = await gateway.run(prompt, worker=name, max_tokens=NUM_TOKENS)
+                        assert answer.token_ids == fake_generate(tuple(prompt), NUM_TOKENS)
+                        if name != "full":
+                            await eventually(
+                                lambda most=2 * number: len(files_of(config)) == most, "extents were not written"
+                            )
+                    if name == "removed":
+                        shutil.rmtree(tmp_path / name)
+                    answer = await gateway.run(prompts[0], worker=name, max_tokens=NUM_TOKENS)
+                    assert answer.token_ids == fake_generate(tuple(prompts[0]), NUM_TOKENS)
+                    await eventually(
+                        lambda: any(reason.endswith(OFF[name]) for reason in reasons if reason or not OFF[name]),
+                        f"{name}: {reasons}",
+                    )
                 return answer.ends[0].cached_tokens
 
             cached = await asyncio.gather(*map(drive, infos, configs))
