@@ -210,6 +210,8 @@ class ModelRunner(Protocol):
     digests: bool = False
     """Whether the device computes digests of what goes through staging memory of the host, see `digest.py`."""
     warm_up: WarmUp = WarmUp()
+    whole_prompts: bool = False
+    """Whether a step computes prompts whole only, because their tokens attend to those behind them."""
     proposer: Proposer | None = None
     """Draft model, where one is configured."""
 

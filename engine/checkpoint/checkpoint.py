@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from disagg.engine.checkpoint.families.bert import is_bert, read_bert
 from disagg.engine.checkpoint.families.registry import read_family
 from disagg.engine.checkpoint.json_fields import JsonFields, read_json_object
 from disagg.engine.checkpoint.model_config import ModelConfig
@@ -45,6 +46,8 @@ def read_config_file(file: Path) -> ModelConfig:
         ConfigError: as `read_model_config`.
     """
     fields = JsonFields(file, read_json_object(file))
+    if is_bert(fields):
+        return read_bert(fields)
     model = replace(read_family(fields), eos_token_ids=_eos_token_ids(file.parent, fields))
     return replace(model, gives_vectors=True, tied_embeddings=True) if has_pooling(file.parent) else model
 
@@ -92,6 +95,8 @@ def model_fingerprint(folder: str | Path, dtype: str, quantization: str = "none"
     del essentials["eos_token_ids"]
     if not essentials["gives_vectors"]:
         del essentials["gives_vectors"]  # as it was before there were such models
+    if essentials["encoder"] is None:
+        del essentials["encoder"]
     digest = hashlib.sha256(json.dumps([essentials, dtype, quantization], sort_keys=True).encode())
     files = weight_files(folder)
     share = min(1.0, FINGERPRINT_SAMPLE_BYTES / max(1, sum(file.stat().st_size for file in files)))

@@ -171,6 +171,14 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """What an encoder has that no decoder has."""
+
+    num_token_types: int
+    """Rows of the embedding of token types, of which the first is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """All that the decoder needs to know of a model."""
 
@@ -204,6 +212,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     gives_vectors: bool = False
     """No token is ever sampled: the checkpoint need not have an LM head, and the embedding stands in its place."""
+    encoder: EncoderConfig | None = None
+    """Set for an encoder, which the decoder does not compute (`runner/encoder.py`)."""
     weight_format: WeightFormat | None = None
     """Format of quantized weights, which are dequantized when they are read; None where there are none."""
 

@@ -161,6 +161,7 @@ class EngineCore:
             limit=self._limit,
             speculation=_speculation_of(config, runner.proposer, calibration),
             windows=_windows_of(runner, config, self._pools),
+            whole_prompts=runner.whole_prompts,
         )
         self._token_budget = config.token_budget
         self._tiers: Tiers | None = None

@@ -95,6 +95,7 @@ class Scheduler:
         limit: of how long a step takes; none by default.
         speculation: proposes drafts; none by default.
         windows: the cache groups beside `blocks`, for a model with windows.
+        whole_prompts: see `ModelRunner`. A step has room for the longest then.
     """
 
     def __init__(
@@ -113,9 +114,11 @@ class Scheduler:
         limit: StepLimit | None = None,
         speculation: Speculation | None = None,
         windows: Seq[WindowGroup] = (),
+        whole_prompts: bool = False,
     ) -> None:
         self.blocks = blocks
         self.scheduling = scheduling
+        self._whole_prompts = whole_prompts
         self.max_num_seqs = min(max_num_seqs, token_budget)
         self.token_budget = token_budget
         self.max_model_len = min(max_model_len, blocks.num_blocks * blocks.block_size)
@@ -471,6 +474,8 @@ class Scheduler:
                 break
             fitting = fitting_of(sequence)
             num_tokens = chunk_budget(sequence, fitting.num_tokens, planned)
+            if self._whole_prompts:
+                num_tokens = budget if sequence.num_uncomputed_tokens <= budget else 0
             entry = self._plan_chunk(sequence, num_tokens, first=not planned and fitting.is_exact)
             if entry is None:
                 break

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from disagg.connections.cluster_secret import ClusterSecret
+from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import clear_blocks, dummy_step, longest
 from disagg.engine.parallel.interfaces import ShardRunner
@@ -47,6 +48,10 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
     on_stage("libraries")
     from disagg.engine.runner.model_runner import TorchModelRunner
 
+    if read_model_config(config.model_path).encoder is not None:
+        from disagg.engine.runner.encoder import EncoderRunner
+
+        return EncoderRunner(config)
     runner = TorchModelRunner(config, shard, on_stage)
     if config.speculation.method == "draft" and "decode" in config.roles:
         from disagg.engine.runner.draft_model import DraftModel

@@ -72,6 +72,8 @@ def keep_weights(source: WeightsSource) -> None:
     does."""
     set_num_threads(1)
     model = read_model_config(source.model_path)
+    if model.encoder is not None:
+        return  # each worker reads its own
     key = source, (model, weight_file_times(source.model_path))  # before they are read
     _kept[key] = load_weights(source, model, torch.device("cpu"))
     drop_packing_memory()  # or memory of workers would come from a page that they share

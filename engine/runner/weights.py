@@ -26,6 +26,7 @@ from disagg.engine.checkpoint.formats.reader import TensorReader
 from disagg.engine.checkpoint.formats.stored import Entries, StoredTensor, check_type, stored_tensors
 from disagg.engine.checkpoint.model_config import LatentConfig, ModelConfig
 from disagg.engine.checkpoint.weight_headers import read_group_headers, read_headers
+from disagg.engine.runner.encoder import check_encoder
 from disagg.engine.runner.group_scales import GroupScales
 from disagg.engine.runner.model.parameters import (
     LatentParameters,
@@ -104,6 +105,9 @@ def check_weights(folder: str | Path) -> None:
         ConfigError: as `read_model_config` and `load_parameters` do; only values that are no numbers are not seen.
     """
     config = read_model_config(folder)
+    if config.encoder is not None:
+        check_encoder(str(folder), config)
+        return
     entries = read_headers(folder)
     stored = _stored_by_own_name(entries, config)
     targets = checkpoint_tensors(config, allocate_parameters(config, torch.bfloat16, torch.device("meta")))
