@@ -100,7 +100,8 @@ async def test_what_is_kept_of_a_tenant_is_forgotten(tmp_path: Path) -> None:
     config, prompt = config_of(tmp_path), prompt_of(300)
     with running_workers(config) as infos:
         async with open_gateway(infos) as gateway:
-            await until_its_tier_is(infos[0], "")
+            async with watched(infos[0]):
+                pass
             cached = []
             for number in range(3):
                 answer = await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
