@@ -33,6 +33,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulator.tiers import reuse_trace
 from benchmarks.tiers import figures
 from benchmarks.tiers.choice import LENGTHS, Choice
 from benchmarks.tiers.clusters import ALL, DISK, MODES, NONE, PEER, config, counters_of, restart_workers
@@ -61,12 +62,12 @@ def workloads(*, is_quick: bool) -> dict[str, Workload]:
     """The conversations of all parts."""
     long = Workload(
         name=LONG,
-        num_conversations=8 if is_quick else 24,
+        num_conversations=8 if is_quick else 29,
         num_turns=3 if is_quick else 5,
         opening_tokens=768,
         turn_tokens=64,
         output_tokens=32,
-        prefill_blocks=104,
+        prefill_blocks=128,
         decode_blocks=128,
     )
     agents = Workload(
@@ -76,7 +77,7 @@ def workloads(*, is_quick: bool) -> dict[str, Workload]:
         opening_tokens=1024,
         turn_tokens=128,
         output_tokens=48,
-        prefill_blocks=128,
+        prefill_blocks=224,
         decode_blocks=1024,
         local_prefill="never",
         seed=2,
@@ -159,14 +160,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--launcher", choices=LAUNCHERS, default="processes")
-    parser.add_argument("--repeats", type=positive, default=2, help="runs of each mode")
+    parser.add_argument("--repeats", type=positive, default=1, help="runs of each mode")
     parser.add_argument("--lengths", type=positive, nargs="+", default=[*LENGTHS], help="prefixes of the choice")
     parser.add_argument("--folder", type=Path, help="where the folders of disk tiers are made; else the system's")
+    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format, for ten minutes of a core")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a first look")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
     if options.quick:
-        parser.set_defaults(repeats=1, lengths=[128, 512, 2048])
+        parser.set_defaults(lengths=[128, 512, 2048])
         options = parser.parse_args(argv)
     return options
 
@@ -175,7 +177,7 @@ def main() -> None:
     """Measure, print, write the report."""
     options = parse_arguments()
     rows = measure(options)
-    summary = figures.summarize(rows, None)
+    summary = figures.summarize(rows, reuse_trace(options.trace) if options.trace else None)
     for table in figures.tables(rows):
         print_table(*table)
     print_table("Summary", ["figure", "value"], [[n, "" if v is None else f"{v:.3f}"] for n, v in summary.items()])
