@@ -55,6 +55,7 @@ CONVERSATIONS: dict[str, tuple[Any, list[msgspec.Struct]]] = {
             m.Cancel(request_id=R, attempt=2),
             m.Migrate(request_id=R, attempt=2, number=1, decode_peer=PEER, pair_timeout_s=2.0),
             m.CancelMigration(request_id=R, attempt=2),
+            m.ForgetTenant(tenant_tag=b"t"),
         ],
     ),
     "WorkerToGateway": (

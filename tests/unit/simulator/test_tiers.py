@@ -75,12 +75,12 @@ def test_a_prefix_that_was_evicted_is_loaded_from_a_tier(tiers: TierOptions | No
     assert _ttft_s(result) == pytest.approx(ttft_s)
 
 
-def test_a_tier_that_takes_longer_than_computing_is_not_read() -> None:
-    """The first write shows how long a copy takes."""
+def test_a_tier_that_takes_longer_than_computing_is_read_once() -> None:
+    """The first load shows how long a copy takes, and ends when it is late."""
     spec = replace(_spec(HOST), tier_times=TierTimes(host_bytes_per_s=EXTENT_BYTES / 0.2))
-    result = simulated(spec, _prompts((0.0, 0), (10.0, 1), (20.0, 2), (30.0, 0)))
+    result = simulated(spec, _prompts((0.0, 0), (10.0, 1), (20.0, 2), (30.0, 0), (40.0, 1)))
 
-    assert [record.cached_tokens for record in result.records] == [0, 0, 0, 0]
+    assert [record.cached_tokens for record in result.records] == [0, 0, 0, 3 * EXTENT_TOKENS, 0]
     assert _ttft_s(result) == pytest.approx(0.010 + 0.512)
 
 

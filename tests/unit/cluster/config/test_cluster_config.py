@@ -137,8 +137,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("model: {path: ''}", "model.path: expected str of length >= 1; got ''"),
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16, auto"),
         (
-            "model: {quantization: int4}",
-            "model.quantization: 'int4' is not allowed, did you mean 'int8'?; choose from: none, int8, fp8",
+            "model: {quantization: int5}",
+            "model.quantization: 'int5' is not allowed, did you mean 'int8' or 'int4'?; choose from: none, stored, int8, int4, fp8",
         ),
         (
             "model: {quantization: int8, dtype: float32}",

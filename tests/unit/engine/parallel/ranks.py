@@ -90,6 +90,7 @@ class Ranks:
 
     step_queue: StepQueue | None = None
     proposer: Proposer | None = None
+    whole_prompts = False
 
     def __init__(
         self, runners: list[TorchModelRunner], collectives: list[ThreadCollective], pool: ThreadPoolExecutor
