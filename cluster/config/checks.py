@@ -86,12 +86,13 @@ def _check_tiers(config: ClusterConfig) -> None:
         raise ConfigError(f"{path}: needs host_bytes or disk; leave it out for no tiers")
     for alone in models_of(config).values():
         for name, pool in active_pools(alone):
-            if kind_of(name) == "decode":
+            if kind_of(name) == "decode" and not config.kv_cache.fetch:
                 continue
             if pool.device != "cpu":
                 raise ConfigError(f"{path}: is for workers on device cpu, not {pool.device}")
             if tiers.disk is not None and pool.tp > 1:
-                raise ConfigError(f"{path}.disk: is for workers of one rank; {pool_path(name)}.tp is {pool.tp}")
+                why = ", and with kv_cache.fetch its workers have tiers, too" if kind_of(name) == "decode" else ""
+                raise ConfigError(f"{path}.disk: is for workers of one rank; {pool_path(name)}.tp is {pool.tp}{why}")
 
 
 def _check_models(config: ClusterConfig) -> None:

@@ -262,6 +262,11 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "kv_cache.tiers.disk: is for workers of one rank; pools.prefill.tp is 2",
         ),
         (
+            "{kv_cache: {fetch: true, tiers: {disk: {path: /kv, bytes: 1GiB}}}, pools: {decode: {tp: 2}}}",
+            "kv_cache.tiers.disk: is for workers of one rank; pools.decode.tp is 2, and with kv_cache.fetch its workers "
+            "have tiers, too",
+        ),
+        (
             "{kv_cache: {tiers: {host_bytes: 1GiB}}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
             "kv_cache.tiers: is for workers on device cpu, not cuda",
         ),
