@@ -138,7 +138,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ("model: {dtype: int4}", "model.dtype: 'int4' is not allowed; choose from: float32, bfloat16, float16, auto"),
         (
             "model: {quantization: int5}",
-            "model.quantization: 'int5' is not allowed, did you mean 'int8' or 'int4'?; choose from: none, stored, int8, int4, fp8",
+            "model.quantization: 'int5' is not allowed, did you mean 'int8' or 'int4'?; "
+            "choose from: none, stored, int8, int4, fp8",
         ),
         (
             "model: {quantization: int8, dtype: float32}",
@@ -263,8 +264,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ),
         (
             "{kv_cache: {fetch: true, tiers: {disk: {path: /kv, bytes: 1GiB}}}, pools: {decode: {tp: 2}}}",
-            "kv_cache.tiers.disk: is for workers of one rank; pools.decode.tp is 2, and with kv_cache.fetch its workers "
-            "have tiers, too",
+            "kv_cache.tiers.disk: is for workers of one rank; pools.decode.tp is 2, and with kv_cache.fetch its "
+            "workers have tiers, too",
         ),
         (
             "{kv_cache: {tiers: {host_bytes: 1GiB}}, pools: {prefill: {device: cuda}, decode: {device: cuda}}}",
