@@ -98,6 +98,9 @@ class PlayedWorker:
     def transfers(self) -> tuple[TransferCount, ...]:
         return (TransferCount(decode_worker=WorkerId("d"), transport="t", num_bytes=self.num_bytes),)
 
+    def num_served_fetches(self) -> int:
+        return 0
+
     async def audit(self) -> AuditReport:
         raise EngineStoppedError("the engine has stopped")
 
