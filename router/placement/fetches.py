@@ -76,53 +76,41 @@ def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]]) -> 
 def plan_fetch(
     demand: Demand, candidate: Candidate, tiers: TierMatch | None, sources: Sequence[Source], links: FetchLinks
 ) -> None:
-    """Set what the candidate, which would compute the prompt, would load or fetch, and what that was compared with."""
-    if tiers is None and not _may_win(candidate, demand.num_tokens, sources, links):
-        return
+    """Set what the candidate, which would compute the prompt, would load or fetch, and what that was compared with.
+    `sources`: the deepest first. A fetch that would not win if its transfer took no time is not compared further."""
     worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
+    loads = () if tiers is None else _loads(worker, cached, num_tokens, tiers)
+    may_fetch = worker.fetches and sources and sources[0].tokens > cached
+    if not (loads or may_fetch):
+        return
     compute_ms, wait_ms = prefill_ms(worker, cached, num_tokens), worker.backlog_ms
-    ways = [FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms)]
+    ways: list[FetchPlan] = []
     best: FetchPlan | None = None
     best_ms, own_ms = compute_ms, wait_ms + compute_ms
-    if tiers is not None:
-        for load in _loads(worker, cached, num_tokens, tiers):
-            ways.append(load)
-            ready_ms = load.ms + load.prefill_ms
-            if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
-                best, best_ms, own_ms = load, ready_ms, max(wait_ms, load.ms) + load.prefill_ms
-    best_ms = math.inf
-    for source in sources:
-        if _may_send(source, candidate):
-            fetch = _fetch(demand, candidate, source, links)
+    for load in loads:
+        ways.append(load)
+        ready_ms = load.ms + load.prefill_ms
+        if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
+            best, best_ms, own_ms = load, ready_ms, max(wait_ms, load.ms) + load.prefill_ms
+    if may_fetch:
+        own_step_ms, best_ms = step_ms(worker), math.inf
+        for source in sources:
+            if source.tokens <= cached or source.worker is worker:
+                continue
+            before_ms = NUM_TURNS * (source.step_ms + own_step_ms) + source.load_ms
+            before_ms += links.setup_ms(source.worker.worker_id, worker.worker_id)
+            rest_ms = prefill_ms(worker, source.tokens, num_tokens)
+            least_ms = (before_ms if before_ms > wait_ms else wait_ms) + rest_ms
+            if own_ms - least_ms <= before_ms * (WON_BY - 1.0) + WON_BY_MS:
+                continue
+            fetch = _fetch(demand, candidate, source, links, before_ms, rest_ms)
             ways.append(fetch)
-            cost_ms = max(wait_ms, fetch.ms) + fetch.prefill_ms + fetch.delay_ms
+            cost_ms = max(wait_ms, fetch.ms) + rest_ms + fetch.delay_ms
             if cost_ms < best_ms and own_ms - cost_ms > fetch.ms * (WON_BY - 1.0) + WON_BY_MS:
                 best, best_ms = fetch, cost_ms
-    if len(ways) > 1:
-        candidate.fetch, candidate.ways = best, tuple(ways)
-
-
-def _may_win(candidate: Candidate, num_tokens: int, sources: Sequence[Source], links: FetchLinks) -> bool:
-    """Whether a fetch would win if its transfer took no time. Most candidates are done with after this, which costs a
-    fraction of the whole comparison."""
-    worker, compute_ms = candidate.worker, -1.0
-    for source in sources:
-        if _may_send(source, candidate):
-            if compute_ms < 0.0:
-                compute_ms, wait_ms = prefill_ms(worker, candidate.cached_tokens, num_tokens), worker.backlog_ms
-            before_ms = NUM_TURNS * source.step_ms + source.load_ms
-            before_ms += links.setup_ms(source.worker.worker_id, worker.worker_id)
-            saved_ms = compute_ms - prefill_ms(worker, source.tokens, num_tokens)
-            if before_ms > wait_ms:
-                saved_ms -= before_ms - wait_ms
-            if saved_ms > before_ms * (WON_BY - 1.0) + WON_BY_MS:
-                return True
-    return False
-
-
-def _may_send(source: Source, candidate: Candidate) -> bool:
-    worker = candidate.worker
-    return source.tokens > candidate.cached_tokens and worker.fetches and source.worker is not worker
+    if ways:
+        compute = FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms)
+        candidate.fetch, candidate.ways = best, (compute, *ways)
 
 
 def _loads(worker: Worker, cached: int, num_tokens: int, tiers: TierMatch) -> Sequence[FetchPlan]:
@@ -153,11 +141,11 @@ def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
     return num_extents * worker.extent_ms.get(tier, math.inf) + worker.tier_queue_ms.get(tier, 0.0)
 
 
-def _fetch(demand: Demand, candidate: Candidate, source: Source, links: FetchLinks) -> FetchPlan:
+def _fetch(
+    demand: Demand, candidate: Candidate, source: Source, links: FetchLinks, before_ms: float, rest_ms: float
+) -> FetchPlan:
     worker, peer, tokens = candidate.worker, source.worker, source.tokens
     kv_bytes = worker.kv_layout.bytes_of(tokens, candidate.cached_tokens)
-    before_ms = NUM_TURNS * (source.step_ms + step_ms(worker)) + source.load_ms
-    before_ms += links.setup_ms(peer.worker_id, worker.worker_id)
     transfer_ms = links.transfer_ms(peer.worker_id, worker.worker_id, kv_bytes, demand.now)
     return FetchPlan(
         "peer",
@@ -167,5 +155,5 @@ def _fetch(demand: Demand, candidate: Candidate, source: Source, links: FetchLin
         kv_bytes,
         before_ms,
         peer.num_decodes * min(transfer_ms, kv_bytes * _GATHER_BYTE_MS),
-        prefill_ms(worker, tokens, demand.num_tokens),
+        rest_ms,
     )

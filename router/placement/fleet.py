@@ -18,9 +18,16 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
-from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.ids import AttemptKey, BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import EXTENT_TOKENS, FetchFrom, PeerRef, RoleName, WorkerInfo, WorkerReport
+from disagg.proto.messages import (
+    EXTENT_TOKENS,
+    HASHES_PER_EXTENT,
+    FetchFrom,
+    PeerRef,
+    RoleName,
+    WorkerInfo,
+    WorkerReport,
+)
 from disagg.router.api import WorkerView
 from disagg.router.config import RouterConfig, num_split
 from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, plan_fetch
@@ -433,7 +440,8 @@ class Fleet:
         if known is None or known[0] is not hashes or known[1] != now:
             self.index.expire(now)
             match = self.index.find(hashes)
-            match.tiers = self.tiers.find(hashes)
+            if self.tiers.is_used:
+                match.tiers = self.tiers.find(hashes, match.least(self._with_other_ways))
             self._match = known = (hashes, now, match)
         return known[2]
 
@@ -581,6 +589,14 @@ class Fleet:
         group = self._groups.get(demand.version)
         return () if group is None else ((demand.version, group),)
 
+    @property
+    def _with_other_ways(self) -> WorkerSet:
+        """The workers that may get KV from their tiers or from others."""
+        workers = self.tiers.workers
+        for fetching in self._usable_sources().values():
+            workers |= fetching
+        return workers
+
     def _usable_sources(self) -> dict[Version, WorkerSet]:
         if self._sources is None:
             self._sources = {}
@@ -602,14 +618,12 @@ class Fleet:
                 for candidate in candidates if sources else ():
                     plan_fetch(demand, candidate, None, sources, links)
                 continue
-            with_more = tiers.with_more(least)
-            if sources or with_more:
-                for candidate in candidates:
-                    own = tiers if candidate.worker.bit & with_more else None
-                    if own is not None or sources:
-                        plan_fetch(demand, candidate, own, sources, links)
+            for candidate in candidates:
+                own = tiers if candidate.worker.bit & tiers.workers else None
+                if own is not None or sources:
+                    plan_fetch(demand, candidate, own, sources, links)
             for candidate in each.decodes if each.local else ():  # Local prefill sends nothing, so it fetches nothing.
-                if candidate.worker.extent_ms:
+                if candidate.worker.bit & tiers.workers:
                     plan_fetch(demand, candidate, tiers, (), links)
 
     def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version, least: int) -> Sequence[Source]:
@@ -618,16 +632,18 @@ class Fleet:
         among, turn, tiers = self._usable_sources().get(version, 0), demand.turn % NUM_TURNS, matched.tiers
         if not among:
             return ()
-        best = dict(matched.best(MAX_HOLDERS, among, turn, least // HASH_BLOCK_TOKENS))
+        least_extents = least // EXTENT_TOKENS
+        blocks = dict(matched.best(MAX_HOLDERS, among, turn, (least_extents + 1) * HASHES_PER_EXTENT - 1))
         in_host: dict[WorkerId, int] = {}
         if tiers is not None:
-            in_host = dict(tiers.by_tier["host"].best(MAX_HOLDERS, among, turn, least // EXTENT_TOKENS))
-        reported, hashes = self.index.num_reported, matched.hashes
-        holders = [
-            (self._workers[each], reported(each, hashes, best.get(each, len(hashes))), in_host.get(each, 0))
-            for each in {**best, **in_host}
-        ]
-        return best_sources(demand, holders)
+            in_host = dict(tiers.by_tier["host"].best(MAX_HOLDERS, among, turn, least_extents))
+        holders = []
+        for worker_id in {**blocks, **in_host} if in_host else blocks:
+            worker = self._workers[worker_id]
+            most = blocks.get(worker_id) or matched.blocks_of(worker.bit)
+            num_reported = self.index.num_reported(worker_id, matched.hashes, most)
+            holders.append((worker, num_reported, in_host.get(worker_id, 0)))
+        return best_sources(demand, holders) if holders else ()
 
     def _prefill_buckets(self) -> Iterator[WorkerBucket]:
         for group in self._groups.values():

@@ -221,9 +221,10 @@ class PrefixIndex:
 
     # ------------------------------------------------------------ lookups
 
-    def find(self, hashes: Sequence[BlockHash]) -> PrefixMatch:
-        """The number of leading blocks of the chain that each worker has; valid until the index changes."""
-        ends = prefix_ends(hashes, self._shards)
+    def find(self, hashes: Sequence[BlockHash], beyond: int = 0) -> PrefixMatch:
+        """The number of leading blocks of the chain that each worker has; valid until the index changes. Workers that
+        have no more than `beyond` are left out."""
+        ends = prefix_ends(hashes, self._shards, beyond)
         if ends and self._with_windows:
             ends = self._resumable(ends, hashes)
         return PrefixMatch(ends, self._slots, hashes)
@@ -421,6 +422,15 @@ class PrefixMatch:
                 return num_blocks
         return 0
 
+    def least(self, among: WorkerSet) -> int:
+        """How many leading blocks all workers of `among` have."""
+        least = 0
+        for num_blocks, workers in reversed(self.ends):
+            if workers & among:
+                least = num_blocks
+                among &= ~workers
+        return 0 if among else least
+
     def all(self) -> dict[WorkerId, int]:
         """How many leading blocks each worker has; without workers that have none."""
         found: dict[WorkerId, int] = {}
@@ -434,23 +444,15 @@ class PrefixMatch:
 
 
 class TierMatch(NamedTuple):
-    """What the tiers of workers have of one chain, by kind of tier; see `tier_index.py`."""
+    """What the tiers of workers have of one chain, by kind of tier; see `TierIndex.find`."""
 
     by_tier: Mapping[TierName, PrefixMatch]
+    workers: WorkerSet
+    """The workers that have anything of it in a tier."""
 
     def tokens_of(self, bit: WorkerSet, tier: TierName) -> int:
         """Leading tokens in a tier of one worker."""
         return self.by_tier[tier].blocks_of(bit) * EXTENT_TOKENS
-
-    def with_more(self, num_tokens: int) -> WorkerSet:
-        """The workers that have more than so many leading tokens in a tier."""
-        found = 0
-        for match in self.by_tier.values():
-            for num_extents, workers in reversed(match.ends):
-                if num_extents * EXTENT_TOKENS <= num_tokens:
-                    break
-                found |= workers
-        return found
 
     def best(self, limit: int, among: WorkerSet, turn: int) -> Iterator[tuple[WorkerId, int]]:
         """The workers of `among` whose tiers have most of the chain, at most `limit` of each kind of tier, and how many
@@ -460,19 +462,20 @@ class TierMatch(NamedTuple):
                 yield worker_id, num_extents * EXTENT_TOKENS
 
 
-def prefix_ends(hashes: Sequence[BlockHash], shards: Shards) -> list[tuple[int, WorkerSet]]:
-    """Where along the chain the workers' prefixes end: (number of blocks, workers that end there), shortest first.
+def prefix_ends(hashes: Sequence[BlockHash], shards: Shards, beyond: int = 0) -> list[tuple[int, WorkerSet]]:
+    """Where along the chain the workers' prefixes end: (number of blocks, workers that end there), shortest first;
+    without prefixes of no more than `beyond` blocks.
 
     Looks at few blocks only. It halves the distance between a block that all the workers still counted have and one
     that some of them lack, and keeps what it saw further on for the workers that remain: about log2(n) looks for each
     place where a prefix ends. This is exact for every worker that has no block without the whole chain before it. One
     that has a hole may be counted beyond it, which changes no other worker's number.
     """
-    if not hashes:
+    if len(hashes) <= beyond:
         return []
     ends: list[tuple[int, WorkerSet]] = []
-    alive = shards[hashes[0][0]].get(hashes[0], 0)
-    first = 0
+    first = beyond
+    alive = shards[hashes[first][0]].get(hashes[first], 0)
     seen: list[tuple[int, WorkerSet]] = [(len(hashes), 0)]
     while alive:
         last, there = seen[-1]

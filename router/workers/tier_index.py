@@ -27,7 +27,7 @@ from disagg.proto.messages import (
     TierStored,
     WorkerReport,
 )
-from disagg.router.workers.prefix_index import PrefixIndex, TierMatch
+from disagg.router.workers.prefix_index import PrefixIndex, TierMatch, WorkerSet
 
 _TIERS: tuple[TierName, ...] = get_args(TierName)
 
@@ -38,20 +38,23 @@ class TierIndex:
     def __init__(self) -> None:
         self._indexes: dict[TierName, PrefixIndex] = {tier: PrefixIndex() for tier in _TIERS}
         self._with_tiers: set[WorkerId] = set()
+        self.workers: WorkerSet = 0
+        """The workers that have tiers, as a set of the indexes; read only."""
 
     def add_worker(self, worker_id: WorkerId, incarnation: Incarnation, *, has_tiers: bool) -> None:
         """Add an incarnation of a worker; an earlier one is removed. To be called for workers without tiers, too, so
         that all have the same bits here as in the index of device caches."""
+        self.remove_worker(worker_id)
         for index in self._indexes.values():
             index.add_worker(worker_id, incarnation)
         if has_tiers:
             self._with_tiers.add(worker_id)
-        else:
-            self._with_tiers.discard(worker_id)
+            self.workers |= index.bit(worker_id)
 
     def remove_worker(self, worker_id: WorkerId) -> None:
         """Remove a worker and all that its tiers have."""
         for index in self._indexes.values():
+            self.workers &= ~index.bit(worker_id)
             index.remove_worker(worker_id)
         self._with_tiers.discard(worker_id)
 
@@ -69,12 +72,16 @@ class TierIndex:
         """Whether any worker has tiers."""
         return bool(self._with_tiers)
 
-    def find(self, hashes: Sequence[BlockHash]) -> TierMatch | None:
-        """What tiers have of a chain; None where no worker has any."""
-        if not self._with_tiers:
-            return None
+    def find(self, hashes: Sequence[BlockHash], beyond: int = 0) -> TierMatch | None:
+        """What the tiers have of a chain that have more of it than its `beyond` leading blocks; None if there are
+        none."""
         keys = hashes[HASHES_PER_EXTENT - 1 :: HASHES_PER_EXTENT]
-        return TierMatch({tier: index.find(keys) for tier, index in self._indexes.items()})
+        by_tier = {tier: index.find(keys, beyond // HASHES_PER_EXTENT) for tier, index in self._indexes.items()}
+        workers = 0
+        for match in by_tier.values():
+            for _, holders in match.ends:
+                workers |= holders
+        return TierMatch(by_tier, workers) if workers else None
 
     def check_integrity(self) -> list[str]:
         """Inconsistencies; empty when there are none."""

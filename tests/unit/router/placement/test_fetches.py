@@ -302,6 +302,16 @@ class TestSources:
         report(other, D0, 32)
         assert self.fetch(other) is None
 
+    @pytest.mark.parametrize(("fetches", "is_found"), [(True, True), (False, False)])
+    def test_tiers_are_looked_up_beyond_what_all_have_that_could_use_them(self, fetches: bool, is_found: bool) -> None:
+        fleet = fleet_of("p0", tiers=True)
+        fleet.up(msgspec.structs.replace(worker_info("d0", calibration=STEPS, num_blocks=4096), fetches=fetches), 0.0)
+        report_host(fleet, P0, 24, 3, 1.0)
+        report(fleet, D0, 24)
+        assert fleet.matched(HASHES, 1.0).tiers is None
+        report(fleet, D0, 16, 1)
+        assert (fleet.matched(HASHES, 1.0).tiers is not None) is is_found
+
     def test_a_request_for_a_vector_fetches_nothing(self) -> None:
         fleet = fleet_of("p0", "d0")
         report(fleet, D0, 32)

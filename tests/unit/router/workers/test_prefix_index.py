@@ -307,3 +307,11 @@ def test_a_prediction_gives_a_worker_with_windows_no_point() -> None:
     it.expire(100.0)
     assert it.match(blocks("uvw")) == {"a": 1}
     assert it.check_integrity() == []
+
+
+def test_the_least_is_what_all_of_a_set_have() -> None:
+    it = index(a="uvw", b="uv", c="uvwx", d="x")
+    match = it.find(blocks("uvwx"))
+    a, b, c, d = (it.bit(worker_id) for worker_id in (A, B, C, D))
+    assert [match.least(each) for each in (a, a | c, a | b | c, a | d)] == [3, 3, 2, 0]
+    assert it.find(blocks("z")).least(a) == 0

@@ -56,9 +56,8 @@ def snapshot(**tiers: tuple[BlockHash, ...]) -> BlocksSnapshot:
 class TestIndex:
     def tokens(self, index: TierIndex, tier: TierName, bit: int = 1) -> int:
         match = index.find(HASHES)
-        assert match is not None
         assert index.check_integrity() == []
-        return match.tokens_of(bit, tier)
+        return 0 if match is None else match.tokens_of(bit, tier)
 
     def test_events_of_each_tier_are_its_own(self) -> None:
         index = TierIndex()
@@ -85,14 +84,35 @@ class TestIndex:
         index.add_worker(WorkerId("p0"), Incarnation("2"), has_tiers=True)
         assert self.tokens(index, "disk") == 0
 
-    def test_nothing_is_looked_up_without_tiers(self) -> None:
+    def test_workers_with_tiers_are_known_by_their_bits(self) -> None:
         index = TierIndex()
         index.add_worker(WorkerId("p0"), Incarnation("1"), has_tiers=False)
-        assert index.find(HASHES) is None
+        assert (index.is_used, index.workers) == (False, 0)
         index.add_worker(WorkerId("p1"), Incarnation("1"), has_tiers=True)
-        assert index.find(HASHES) is not None
-        index.remove_worker(WorkerId("p1"))
-        assert index.find(HASHES) is None
+        assert (index.is_used, index.workers) == (True, 2)
+        index.add_worker(WorkerId("p1"), Incarnation("2"), has_tiers=False)
+        assert (index.is_used, index.workers) == (False, 0)
+        index.add_worker(WorkerId("p0"), Incarnation("2"), has_tiers=True)
+        index.remove_worker(WorkerId("p0"))
+        assert (index.is_used, index.workers) == (False, 0)
+
+    def test_only_what_is_beyond_a_prefix_is_found(self) -> None:
+        index = TierIndex()
+        for number, tiers in enumerate(({"host": KEYS[:2]}, {"host": KEYS[:3], "disk": KEYS[:4]})):
+            index.add_worker(WorkerId(f"p{number}"), Incarnation("1"), has_tiers=True)
+            index.apply(report(f"p{number}", 0, snapshot(**tiers)))
+        for beyond, found, host, disk in (
+            (0, 3, [(2, 1), (3, 2)], [(4, 2)]),
+            (15, 3, [(2, 1), (3, 2)], [(4, 2)]),
+            (16, 2, [(3, 2)], [(4, 2)]),
+            (24, 2, [], [(4, 2)]),
+        ):
+            match = index.find(HASHES, beyond)
+            assert match is not None
+            assert match.workers == found
+            assert (match.by_tier["host"].ends, match.by_tier["disk"].ends) == (host, disk)
+        assert index.find(HASHES, 32) is None
+        assert index.find(HASHES[:16], 16) is None
 
 
 def fleet_of(num_workers: int) -> tuple[Fleet, Joint]:
