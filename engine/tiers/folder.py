@@ -100,6 +100,10 @@ class Folder:
 
     # ------------------------------------------------------------ what happens
 
+    def scan_later(self, now: float) -> None:
+        """Something is to be tried again with the next scan."""
+        self._scan_at = min(self._scan_at, now + TRIED_AGAIN_S)
+
     def ordered(self, now: float) -> None:
         """Something was ordered that will be answered."""
         if not self._num_open:

@@ -373,6 +373,8 @@ class TierStore:
         """What the folder has that was not known, and what it has no more."""
         self._folder.answered(now)
         self._folder.scanned(now, is_whole=is_whole)
+        if self._forgotten:
+            self._folder.scan_later(now)
         self.disk.drop_all(gone)
         self.disk.add_found(extent for extent in extents if extent.tag not in self._forgotten)
 
@@ -401,6 +403,8 @@ class TierStore:
         self._folder.answered(self._now)
         if ok:
             self._forgotten.discard(tag)
+        else:
+            self._folder.scan_later(self._now)
 
     def _order_forgetting(self, tag: bytes) -> None:
         assert self._port is not None, "files are deleted without a folder"

@@ -36,7 +36,7 @@ def register(app: typer.Typer, panel: str) -> None:
 
 
 def _forget(
-    tenant: Annotated[str, typer.Argument(help="Its name, as its keys have it.")],
+    tenant: Annotated[str, typer.Argument(help="Its name, as its keys have it; '' without keys.")],
     address: AddressOption = DEFAULT_ADDRESS,
 ) -> None:
     """Drop the KV that workers keep of a tenant, in memory and in files. What running requests use is kept."""

@@ -7,7 +7,17 @@ import random
 import msgspec
 import pytest
 
-from disagg.engine.commands import ForgetTenant, Pin, Pinned, Release, TierAnswer, TierFull, TierScanned, TierWritten
+from disagg.engine.commands import (
+    ForgetTenant,
+    Pin,
+    Pinned,
+    Release,
+    TierAnswer,
+    TierForgotten,
+    TierFull,
+    TierScanned,
+    TierWritten,
+)
 from disagg.engine.config import DiskTier, TierOptions
 from disagg.engine.core.calibration import PREFILLS
 from disagg.engine.fake_runner import FakeModelRunner
@@ -442,6 +452,20 @@ class SmallDisk(PlayedDisk):
         return super()._write(number, extent, payload)
 
 
+class ReadOnlyLater(PlayedDisk):
+    """Files of which none can be deleted for a while."""
+
+    is_read_only = False
+
+    def _forget(self, tag: bytes) -> list[TierAnswer]:
+        if self.is_read_only:
+            return [TierForgotten(tag, False), TierFull("Read-only file system")]
+        return super()._forget(tag)
+
+    def _delete(self, extents: tuple[Extent, ...]) -> list[TierAnswer]:
+        return [TierFull("Read-only file system")] if self.is_read_only else super()._delete(extents)
+
+
 class TestWrites:
     def test_nothing_is_written_while_a_prompt_waits(self) -> None:
         worker = TierWorker(host_extents=32)
@@ -558,6 +582,22 @@ class TestWrites:
         worker.settle()
         (counts,) = worker.core.totals().tiers
         assert (counts.off_reason, counts.held_bytes, disk.files) == ("", 0, {})
+
+    def test_forget_deletes_files_when_a_folder_that_was_read_only_is_not_any_more(self) -> None:
+        disk = ReadOnlyLater()
+        worker = TierWorker(disk_extents=16, disk=disk)
+        worker.run(prompt_of("a"))
+        disk.is_read_only = True
+        worker.core.handle(ForgetTenant(b""), worker.now)
+        worker.settle()
+        for _ in range(2):
+            assert len(disk.files) == 2
+            worker.now += TRIED_AGAIN_S
+            worker.settle()
+        disk.is_read_only = False
+        worker.now += TRIED_AGAIN_S
+        worker.settle()
+        assert disk.files == {}
         assert_idle(worker.core)
 
 
