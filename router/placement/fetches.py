@@ -29,7 +29,7 @@ WON_BY, WON_BY_MS = 1.1, 5.0
 """A load or a fetch must save more than the time it takes by this factor, and these milliseconds more."""
 MAX_HOLDERS, MAX_SOURCES = 4, 2
 """Most workers with the longest prefixes among which sources are looked for, and most sources that are compared."""
-NUM_TURNS = 2
+STEPS_OF_EACH_END = 2
 """Steps of each end for which a fetch waits: at the source until it has pinned the KV, and until it copies it; at the
 other end until room is reserved, and until the KV is copied into it."""
 _GATHER_BYTE_MS = 0.33e-6
@@ -97,7 +97,7 @@ def plan_fetch(
         for source in sources:
             if source.tokens <= cached or source.worker is worker:
                 continue
-            before_ms = NUM_TURNS * (source.step_ms + own_step_ms) + source.load_ms
+            before_ms = STEPS_OF_EACH_END * (source.step_ms + own_step_ms) + source.load_ms
             before_ms += links.setup_ms(source.worker.worker_id, worker.worker_id)
             rest_ms = prefill_ms(worker, source.tokens, num_tokens)
             least_ms = (before_ms if before_ms > wait_ms else wait_ms) + rest_ms

@@ -106,6 +106,7 @@ class Fleet:
         self._longest: int | None = None
         self._longest_new: int | None = None
         self._longest_continued = 0
+        self._longest_pooled = self._longest_new_pooled = 0
         """Tokens of the longest sequence that can be continued. Valid while `_longest_new` is not None."""
         self._num_places = 0
         """Sequences that the workers behind `_longest_new` can decode at a time."""
@@ -159,9 +160,7 @@ class Fleet:
         worker.reported_at = now
         if not worker.is_draining:
             self._join_bucket(worker)
-        self._versions = self._arithmetics = None
-        self._longest = self._longest_new = None
-        self._sources = None
+        self._workers_changed()
         self.num_releases += 1
 
     def lost(self, worker_id: WorkerId) -> None:
@@ -174,12 +173,15 @@ class Fleet:
         self._match = None
         self.links.forget(worker_id)
         self.fetch_links.forget(worker_id)
-        self._sources = None
         self.pairs.forget(worker_id)
         self.breakers.forget(worker_id)
         self.to_drain = [other for other in self.to_drain if other is not worker]
         self.lacking.pop(worker_id, None)
-        self._longest = self._longest_new = self._versions = self._arithmetics = None
+        self._workers_changed()
+
+    def _workers_changed(self) -> None:
+        """What is known of all workers together is computed again when it is needed."""
+        self._longest = self._longest_new = self._versions = self._arithmetics = self._sources = None
 
     def drain(self, worker_id: WorkerId) -> None:
         """Place nothing new on a present worker from now on."""
@@ -207,8 +209,7 @@ class Fleet:
         worker = self._workers[worker_id]
         self._leave_bucket(worker)
         worker.is_suspected = True
-        self._sources = None
-        self._longest = self._longest_new = None
+        self._workers_changed()
 
     def clear_suspicion(self, worker_id: WorkerId) -> None:
         """Use a suspected worker like the others again."""
@@ -216,10 +217,9 @@ class Fleet:
         if not worker.is_suspected:
             return
         worker.is_suspected = False
-        self._sources = None
         if not worker.is_draining:
             self._join_bucket(worker)
-        self._longest = self._longest_new = None
+        self._workers_changed()
         self.num_releases += 1
 
     def split(self, number: int) -> None:
@@ -332,6 +332,7 @@ class Fleet:
         if self._longest is None:
             infos = [w.info for w in self._workers.values() if not w.is_suspected]
             self._longest = longest_of(infos, self._may_prefill_locally)
+            self._longest_pooled = longest_prompt(infos)
         return self._longest
 
     @property
@@ -341,6 +342,7 @@ class Fleet:
             infos = [w.info for w in self._workers.values() if not (w.is_draining or w.is_suspected)]
             self._longest_new = longest_of(infos, self._may_prefill_locally)
             self._longest_continued = longest_of(infos, may_prefill_locally=True)
+            self._longest_new_pooled = longest_prompt(infos)
             decoders = [info for info in infos if "decode" in info.roles]
             self._num_places = sum(info.max_num_seqs for info in decoders or infos)
         return self._longest_new
@@ -353,13 +355,14 @@ class Fleet:
     @property
     def longest_pooled(self) -> int:
         """Tokens of the longest prompt without an answer that a present worker could hold."""
-        return longest_prompt(worker.info for worker in self._workers.values() if not worker.is_suspected)
+        _ = self.longest_sequence  # both are computed at once
+        return self._longest_pooled
 
     @property
     def longest_new_pooled(self) -> int:
         """Like `longest_pooled`, without the draining workers."""
-        present = (worker for worker in self._workers.values() if not (worker.is_draining or worker.is_suspected))
-        return longest_prompt(worker.info for worker in present)
+        _ = self.longest_new_sequence  # both are computed at once
+        return self._longest_new_pooled
 
     def has_only(self, version: Version) -> bool:
         """Whether all present workers have that version of the model."""
@@ -454,13 +457,13 @@ class Fleet:
         self.pairs.expire(now)
         excluded = None if self.breakers.is_clear else self._usable_workers().excluded_for(demand.num_tokens)
         lists = [group.shortlist(demand, without, matched, local, excluded) for _, group in self._groups_for(demand)]
-        if matched is not None and self.can_fetch:
+        if matched is not None and self.has_other_ways:
             self._plan_fetches(demand, matched, lists)
         return lists
 
     @property
-    def can_fetch(self) -> bool:
-        """Whether any worker gives KV to others, or has tiers."""
+    def has_other_ways(self) -> bool:
+        """Whether any worker gives KV to others, or has tiers: then a prompt need not be computed where it runs."""
         return self.tiers.is_used or bool(self._usable_sources() if self._sources is None else self._sources)
 
     def place_fetch(self, candidate: Candidate, now: float) -> FetchFrom | None:

@@ -111,7 +111,7 @@ class FetchPlan(msgspec.Struct, frozen=True, gc=False):
     it."""
 
     kind: WayName
-    """Of a load the slowest tier that some of it comes from. `compute` for the way with which others are compared."""
+    """Slowest tier that some of a load comes from. `compute` for the way with which others are compared."""
     tokens: int
     """Number of leading tokens whose KV the worker has then."""
     ms: float

@@ -364,7 +364,7 @@ class Attempts:
         if not (demand.is_continued and record.arithmetic):
             record.arithmetic = decode.info.arithmetic
         first_side = prefill or choice.decode
-        fetch = fleet.place_fetch(first_side, now) if fleet.can_fetch else None
+        fetch = fleet.place_fetch(first_side, now) if fleet.has_other_ways else None
         if demand.is_pooled:
             assignment = prefill_assignment(demand, choice.decode)
         else:

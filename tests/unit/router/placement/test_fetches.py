@@ -11,7 +11,7 @@ import pytest
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksSnapshot, Load, StepSample, TierCounts, WorkerMetrics, WorkerReport
 from disagg.router.config import RouterConfig
-from disagg.router.placement.fetches import MAX_SOURCES, NUM_TURNS, WON_BY, WON_BY_MS, step_ms
+from disagg.router.placement.fetches import MAX_SOURCES, STEPS_OF_EACH_END, WON_BY, WON_BY_MS, step_ms
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.placement.placement import Candidate, Demand
@@ -157,7 +157,7 @@ class TestPlan:
         assert busy is not None
         assert idle.delay_ms == 0.0
         assert busy.delay_ms == pytest.approx(3 * busy.kv_bytes * 0.33e-6)
-        assert busy.ms == idle.ms + NUM_TURNS * 7.0
+        assert busy.ms == idle.ms + STEPS_OF_EACH_END * 7.0
 
     def test_a_source_is_held_up_no_longer_than_the_transfer_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fleet = fleet_of("p0", "d0")
@@ -188,7 +188,7 @@ class TestPlan:
         busy = prefills(fleet)["p0"].fetch
         assert idle is not None
         assert busy is not None
-        assert busy.ms == idle.ms + NUM_TURNS * step_ms(needy)
+        assert busy.ms == idle.ms + STEPS_OF_EACH_END * step_ms(needy)
 
     def test_a_step_lasts_as_long_as_the_prompt_tokens_that_it_has(self) -> None:
         source = fleet_of("p0").worker(P0)
@@ -288,14 +288,14 @@ class TestSources:
     def test_without_workers_that_fetch_nothing_is_compared(self) -> None:
         fleet = fleet_of("p0", "d0", fetches=False)
         report(fleet, D0, 32)
-        assert not fleet.can_fetch
+        assert not fleet.has_other_ways
         assert prefills(fleet)["p0"].ways == ()
 
     def test_workers_that_do_not_fetch_are_left_alone(self) -> None:
         fleet = fleet_of("d0")
         fleet.up(worker_info("p0", calibration=STEPS, num_blocks=4096), 0.0)
         report(fleet, D0, 32)
-        assert fleet.can_fetch
+        assert fleet.has_other_ways
         assert self.fetch(fleet) is None
         other = fleet_of("p0")
         other.up(worker_info("d0", calibration=STEPS, num_blocks=4096), 0.0)
