@@ -187,12 +187,12 @@ class BlockManager:
             self.release([block])
         return published
 
-    # ------------------------------------------------------------ audit
-
     def forget(self, tag: TenantTag) -> None:
         """Free the cached blocks of a tenant that no sequence uses."""
         for block in self.prefix.forget(tag):
             self._free.free(block)
+
+    # ------------------------------------------------------------ audit
 
     def check_integrity(self, block_tables: Iterable[Seq[int]], num_reserved: int) -> list[str]:
         """Findings; empty when sound.

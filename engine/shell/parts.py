@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine.config import TransportName
@@ -16,20 +16,14 @@ from disagg.engine.plan import ModelRunner
 from disagg.engine.shell.extent_files import ExtentFiles
 from disagg.proto.messages import StepUpdate
 
+T = TypeVar("T")
 Deliver = Callable[[Any], None]
 """Takes a control message of a pair, on the event loop's thread."""
 
 
-def _as_it_is(deliver: Deliver) -> Deliver:
-    return deliver
-
-
-def _same_runner(runner: ModelRunner) -> ModelRunner:
-    return runner
-
-
-def _same_files(files: ExtentFiles) -> ExtentFiles:
-    return files
+def as_it_is(part: T) -> T:
+    """Nothing is put around a part."""
+    return part
 
 
 def _new_mailbox(max_items: int) -> Mailbox[StepUpdate]:
@@ -44,12 +38,12 @@ class WorkerParts:
     """(transport, host, secret) -> what accepts the pairs' byte channels on D."""
     make_connector: Callable[[str, str, ClusterSecret], Connector] = make_connector
     """(transport, worker id, secret) -> what opens the pairs' byte channels on P."""
-    control_out: Callable[[Deliver], Deliver] = _as_it_is
+    control_out: Callable[[Deliver], Deliver] = as_it_is
     """Wraps what sends the control messages of one pair."""
-    control_in: Callable[[Deliver], Deliver] = _as_it_is
+    control_in: Callable[[Deliver], Deliver] = as_it_is
     """Wraps what takes the peer's control messages of one pair."""
-    wrap_runner: Callable[[ModelRunner], ModelRunner] = _same_runner
-    wrap_files: Callable[[ExtentFiles], ExtentFiles] = _same_files
+    wrap_runner: Callable[[ModelRunner], ModelRunner] = as_it_is
+    wrap_files: Callable[[ExtentFiles], ExtentFiles] = as_it_is
     """Wraps the files of the disk tier."""
     new_mailbox: Callable[[int], Mailbox[StepUpdate]] = _new_mailbox
     """Makes the queue of updates for one gateway, of at most that many items."""

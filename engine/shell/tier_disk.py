@@ -28,6 +28,7 @@ from disagg.engine.commands import (
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.shell.extent_files import FULL, GONE, LOCK_WAIT_S, ExtentFiles
+from disagg.engine.shell.parts import as_it_is
 from disagg.engine.tiers.extent_file import extent_format
 from disagg.engine.tiers.extents import Extent
 from disagg.engine.tiers.found import arranged
@@ -218,7 +219,7 @@ def open_tier_disk(
     config: WorkerConfig,
     runner: ModelRunner,
     secret: ClusterSecret,
-    wrap_files: Callable[[ExtentFiles], ExtentFiles] = lambda files: files,
+    wrap_files: Callable[[ExtentFiles], ExtentFiles] = as_it_is,
 ) -> TierDisk | None:
     """The disk tier of a worker, not started; None where it has none. `wrap_files`: what is put around its files.
 

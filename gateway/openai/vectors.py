@@ -47,10 +47,10 @@ class Wanted:
     names: tuple[FieldNames, ...]
     """One for each prompt."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Of scores by cosines: places of the two vectors of each."""
+    """Places of the two vectors of each score that is a cosine."""
 
     def inputs(self, model: str, pooling: Pooling, truncate_prompt_tokens: int | None) -> tuple[GenerationInput, ...]:
-        """The same as inputs of a generator."""
+        """The prompts as inputs of a generator."""
         return tuple(
             GenerationInput(
                 model=model,
@@ -72,7 +72,7 @@ class Pairs:
     """One, or as many as `seconds`."""
     seconds: tuple[str, ...]
     first_field: str
-    """Of one text the field, of several that of the list."""
+    """Field of the only text, or of the list of texts with `[]` behind it."""
     second_field: str
     truncate_prompt_tokens: int | None
     instruction: str
@@ -115,7 +115,7 @@ def read_rerank(body: RerankBody) -> Cooperative[Pairs]:
         check_int(body.top_n, "top_n", 0, (1 << 31) - 1)
     documents = tuple(item if isinstance(item, str) else item.text for item in body.documents)
     return _pairs(
-        body.model, (body.query,), documents, "query", "documents", body.truncate_prompt_tokens, body.instruction
+        body.model, (body.query,), documents, "query", "documents[]", body.truncate_prompt_tokens, body.instruction
     )
 
 
@@ -146,8 +146,6 @@ def _pairs(
     truncate_prompt_tokens: int | None,
     instruction: str | None,
 ) -> Pairs:
-    if second_field == "documents":
-        second_field = "documents[]"
     found = Pairs(
         model=model,
         firsts=firsts,
