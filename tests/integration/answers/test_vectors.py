@@ -22,6 +22,7 @@ from disagg.proto.errors import InvalidRequestError
 from tests.support.cluster_state import requests_of, until_counts
 from tests.support.metrics import Samples, scrape, value
 from tests.support.tiny_models import make_checkpoint
+from tests.support.waiting import eventually
 from tests.support.workers import wait_until_workers_idle
 
 POOL = {"num_threads": 1, "num_blocks": 256, "cores": "none"}
@@ -118,7 +119,12 @@ async def test_a_client_that_leaves_leaves_nothing(served: Served) -> None:
             asyncio.create_task(client.post("/v1/embeddings", json={"model": "vectors", "input": prompts}))
             for _ in range(3)
         ]
-        await asyncio.sleep(0.3)
+        async with AsyncClient(served.cluster.address) as state:
+
+            async def some_run() -> bool:
+                return requests_of(await state.cluster_state())[1] > 0
+
+            await eventually(some_run, "no text is computed")
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

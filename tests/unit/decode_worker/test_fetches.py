@@ -71,6 +71,15 @@ class FetchingBench(Bench):
     def offer(self, peer: Peer) -> None:
         peer.link.on_message(Offer(spec=ORDER.spec, is_prefix=True))
 
+    async def reserved_prefix(self) -> Peer:
+        """The far end of a pair that has offered the prefix, for which room is reserved."""
+        peer = await self.paired()
+        await self.order()
+        self.offer(peer)
+        self.context.command(Reserve)
+        self.role.on_event(Reserved(ORDER.key, 0))
+        return peer
+
     def over(self, outcome: str, detail: str = "") -> None:
         """The engine was told, and nothing else; nothing is held."""
         assert self.context.commands() == [FetchOver(ORDER.key, outcome, detail)]  # type: ignore[arg-type]
@@ -157,11 +166,7 @@ async def test_silence_is_no_fault(channels: list[PlayedChannel]) -> None:
 
 async def test_the_deadline_of_the_source_is_no_fault(channels: list[PlayedChannel]) -> None:
     async with bench() as it:
-        peer = await it.paired()
-        await it.order()
-        it.offer(peer)
-        it.context.command(Reserve)
-        it.role.on_event(Reserved(ORDER.key, 0))
+        peer = await it.reserved_prefix()
         peer.said()
         detail = "the deadline passed"
         peer.link.on_message(
@@ -186,11 +191,7 @@ async def test_an_order_that_is_given_up_takes_no_offer(channels: list[PlayedCha
 
 async def test_a_hand_over_that_is_given_up_ends_the_order(channels: list[PlayedChannel]) -> None:
     async with bench() as it:
-        peer = await it.paired()
-        await it.order()
-        it.offer(peer)
-        it.context.command(Reserve)
-        it.role.on_event(Reserved(ORDER.key, 0))
+        peer = await it.reserved_prefix()
         peer.said()
         it.role.on_event(FetchGivenUp(ORDER.key))
         assert it.context.commands() == [Release(ORDER.key), FetchOver(ORDER.key, "failed", "cancelled")]
@@ -200,11 +201,7 @@ async def test_a_hand_over_that_is_given_up_ends_the_order(channels: list[Played
 
 async def test_a_pair_that_is_lost_ends_the_order(channels: list[PlayedChannel]) -> None:
     async with bench() as it:
-        peer = await it.paired()
-        await it.order()
-        it.offer(peer)
-        it.context.command(Reserve)
-        it.role.on_event(Reserved(ORDER.key, 0))
+        peer = await it.reserved_prefix()
         peer.link.on_lost()
         assert it.context.commands() == [Release(ORDER.key), FetchOver(ORDER.key, "failed", "the pair was closed")]
         await until(it.idle)

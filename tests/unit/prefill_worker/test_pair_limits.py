@@ -6,23 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
-import pytest
 
 from disagg.engine.config import TransferLimits
-from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.messages import Dispatch, PeerRef
 from tests.support.roles import PlayedContext, PlayedStream, info_of, key_of, peer_of, settle, spec_of, until
 
 PEERS = [peer_of(info_of(f"d-{number}", "decode")) for number in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
-    made: list[PlayedStream] = []
-    monkeypatch.setattr(PlayedStream, "all", made, raising=False)
-    monkeypatch.setattr(link_module, "PairStream", PlayedStream)
-    return made
 
 
 @asynccontextmanager

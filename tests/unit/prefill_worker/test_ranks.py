@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from disagg.engine.commands import Add, ChunkPlanned, Gather, Gathered
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.transports.factory import make_connector
-from disagg.prefill_worker import link as link_module
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Failure, Offer
 from disagg.proto.ids import RequestId
 from tests.support.reshard import Answer
 from tests.support.roles import PlayedStream, key_of, settle, spec_of, until
 from tests.support.secret import SECRET
 from tests.unit.prefill_worker.test_role import Bench, bench
-
-
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
-    made: list[PlayedStream] = []
-    monkeypatch.setattr(PlayedStream, "all", made, raising=False)
-    monkeypatch.setattr(link_module, "PairStream", PlayedStream)
-    return made
 
 
 async def form(it: Bench, stream: PlayedStream) -> list[Any]:

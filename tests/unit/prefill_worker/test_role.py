@@ -15,7 +15,6 @@ import pytest
 from disagg.engine.commands import Add, ChunkPlanned, Ended, Gather, Gathered, PrefillComputed, Release
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous, LocalTransport
-from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
 from disagg.prefill_worker.service import PairError
 from disagg.proto.handover import (
@@ -52,14 +51,6 @@ from tests.support.secret import SECRET
 PEER = peer_of(info_of("d", "decode"))
 A = RequestId("a")
 LOGPROBS = TokenLogprobs(-0.5, (99,), (-0.5,))
-
-
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
-    made: list[PlayedStream] = []
-    monkeypatch.setattr(PlayedStream, "all", made, raising=False)
-    monkeypatch.setattr(link_module, "PairStream", PlayedStream)
-    return made
 
 
 class Bench:

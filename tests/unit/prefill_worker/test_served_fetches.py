@@ -14,7 +14,6 @@ import pytest
 from disagg.engine.commands import Ended, Gather, Gathered, Pin, Pinned, Release
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous
-from disagg.prefill_worker import link as link_module
 from disagg.prefill_worker.role import PrefillRole
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import (
@@ -78,14 +77,6 @@ def fetch_of(spec: SequenceSpec | None = None, **changes: Any) -> Fetch:
         "kv_layout": LAYOUT,
     }
     return Fetch(**{**fields, **changes})
-
-
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[PlayedStream]:
-    made: list[PlayedStream] = []
-    monkeypatch.setattr(PlayedStream, "all", made, raising=False)
-    monkeypatch.setattr(link_module, "PairStream", PlayedStream)
-    return made
 
 
 class Bench:
