@@ -150,7 +150,7 @@ class TierWritten:
     ms: float = 0.0
     """Milliseconds that it took."""
     cpu_ms: float = 0.0
-    """Of these, milliseconds of a processor."""
+    """Milliseconds of a processor among them."""
 
 
 @dataclass(frozen=True, slots=True)

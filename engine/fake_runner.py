@@ -145,7 +145,7 @@ class FakeModelRunner(ModelRunner):
         return StepResult(output_ids, logprobs, prompt_logprobs=self._prompt_logprobs(plan), vectors=vectors)
 
     def _vectors(self, plan: StepPlan) -> dict[AttemptKey, bytes]:
-        """Of the pooled requests whose prompts end with this step."""
+        """The vectors of the pooled requests whose prompts end with this step."""
         found: dict[AttemptKey, bytes] = {}
         for entry in plan.entries:
             pooling = entry.sequence.spec.pooling
@@ -252,7 +252,7 @@ class FakeModelRunner(ModelRunner):
         return _token_of(self._digest(entry), self.vocab_size)
 
     def _digest(self, entry: ScheduledSequence) -> int:
-        """Of all tokens up to the end of an entry, as they are in the pages."""
+        """The vector of all tokens up to the end of an entry, as they are in the pages."""
         num_tokens = entry.start + entry.num_tokens
         digest = self._digest_of_group(0, entry.sequence.block_table, 0, num_tokens)
         for group, window in enumerate(self.windows, start=1):

@@ -32,7 +32,7 @@ class Groups:
     """Scales of the groups of a weight, and what is added to the products."""
 
     scale_OG: Tensor
-    """In fp16."""
+    """Scales in fp16."""
     offset_OG: Tensor | None
     """Minimums or zeros, in fp16; None for `none`."""
     offset: Offset

@@ -97,7 +97,7 @@ class Pooling(Message, frozen=True, kw_only=True):
     normalize: bool = True
     """Whether the vector is divided by its length."""
     score_ids: tuple[int, ...] = ()
-    """Of a score: the token whose probability it is, and the token that it is weighed against."""
+    """Token whose probability is a score, and the token that it is weighed against."""
 
     @property
     def is_whole(self) -> bool:

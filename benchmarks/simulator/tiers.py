@@ -30,7 +30,7 @@ HOST_OVER_DEVICE = 2
 HOST_BYTES_PER_S = 25e9
 """Rate of copies to host memory and back: about half of what PCIe 5.0 x16 has."""
 WRITE_MB_PER_S = 10_000.0
-"""As much as a quarter of that: 200 MB/s, the default, are 1,500 tokens a second of this model."""
+"""Two fifths of that rate: 200 MB/s, the default, are 1,500 tokens a second of this model."""
 
 
 def spec_of(variant: Variant) -> ClusterSpec:

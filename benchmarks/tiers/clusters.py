@@ -18,7 +18,7 @@ from disagg.v1.inference_pb2_grpc import AdminServiceStub
 NONE, HOST, DISK, PEER, ALL = "none", "host", "disk", "peer", "all"
 MODES = (NONE, HOST, DISK, PEER, ALL)
 TIER_BYTES = 1 << 30
-"""Of each tier of each worker: more than all conversations need."""
+"""Size of each tier of each worker: more than all conversations need."""
 MIN_TOKENS = 128
 BACK_S = 120.0
 _COUNTER = re.compile(r"^disagg_(kv_tier_\w+_total|engine_\w*(?:loaded|fetch)\w*_total)(?:{(.*)})? (\S+)$", re.M)

@@ -60,7 +60,7 @@ NO_TOKENIZER = f"no {TOKENIZER} (other formats of tokenizers are not read)"
 _TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE)
 _CONFIG_FILES = ("config.json", "generation_config.json", "sentence_bert_config.json")
 _MODULES = "modules.json"
-"""Of a model that gives vectors or scores: its modules, whose settings are in folders of their own."""
+"""Files of a model that gives vectors or scores: its modules, whose settings are in folders of their own."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]{1,64})?")
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 

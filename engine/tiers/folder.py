@@ -22,7 +22,7 @@ SCANNED_AGAIN_S = 60.0
 SILENT_S = 10.0
 """Time without an answer, while one is due, after which a folder is not used."""
 SILENT_SCAN_S = 60.0
-"""The same while it is scanned."""
+"""Time without an answer while it is scanned."""
 
 
 class Folder:

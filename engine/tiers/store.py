@@ -38,7 +38,7 @@ LEFT_FOR_READS = 4
 MOST_TAKEN_IN = 2048
 """Extents of a scan that are taken in between two steps while nothing runs: some ten milliseconds."""
 MOST_TAKEN_IN_BESIDE_OTHERS = 256
-"""The same while sequences run."""
+"""Extents of a scan that are taken in between two steps while sequences run."""
 _HOST_BYTES_PER_MS, _DISK_BYTES_PER_MS = 1e6, 1e5
 """Assumed until a load was measured."""
 

@@ -233,7 +233,7 @@ class Tier:
             self._remove(held)
 
     def drop_all(self, keys: Iterable[BlockHash]) -> None:
-        """The same of many, by `go_on`."""
+        """Drop many extents, by `go_on`."""
         self._to_drop += keys
 
     def forget(self, tag: TenantTag) -> None:

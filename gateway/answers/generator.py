@@ -83,7 +83,7 @@ class Vector(NamedTuple):
     """What became of a prompt."""
 
     numbers: bytes
-    """In fp32, little-endian; one number for a score."""
+    """Numbers in fp32, little-endian; one for a score."""
     num_prompt_tokens: int
     num_cached_tokens: int
 

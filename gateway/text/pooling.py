@@ -56,7 +56,7 @@ class PoolingInfo:
     dimensions: tuple[int, ...] = ()
     """Numbers of leading dimensions that are vectors, too; empty where all or none are."""
     score_ids: tuple[int, ...] = ()
-    """Of a reranker: the token whose probability is the score, and the one that it is weighed against."""
+    """Token whose probability is the score of a reranker, and the one that it is weighed against."""
     max_tokens: int | None = None
     """Longest text in tokens by the files of sentence-transformers; None where they name none."""
 

@@ -37,7 +37,7 @@ _CODE_KINDS: Final[Mapping[tuple[torch.dtype, int], int]] = {
     (torch.int8, 640): 4,
     (torch.uint8, 1088): 5,
 }
-"""The same for codes, by dtype and bytes of a group of a panel: with minimums, with zeros, of 8 bits."""
+"""Kinds of packed codes, by dtype and bytes of a group of a panel: with minimums, with zeros, of 8 bits."""
 _GROUP = 4
 """Columns of a vector whose int8 pairs stand together; see `panels.h`."""
 

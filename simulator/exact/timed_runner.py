@@ -55,7 +55,7 @@ class TimedRunner(ModelRunner):
         self.num_copied_bytes = 0
         """Bytes of KV that were copied out of the cache or into it, from slots of pairs or into them."""
         self.num_host_bytes = 0
-        """The same, from host memory or into it."""
+        """Bytes that were copied from host memory or into it."""
         self._memory: dict[int, Buffer] = {}
         """One memory for each size; nobody reads what is in it."""
 
