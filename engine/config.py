@@ -166,6 +166,18 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Sequences of a worker whose KV is loaded at a time."""
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters that workers of a model load while they serve."""
+
+    folder: Name
+    """Folder of adapters in PEFT's format, each in a folder below it. Nothing outside of it is read."""
+    max_loaded: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    """Adapters that each worker has loaded at most: the one that was not used for longest makes room. Memory for all of
+    them is allocated at start."""
+    max_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 64
+    """Largest rank of an adapter."""
+
+
 class EngineLimits(KvReserve, frozen=True, kw_only=True):
     """How much a worker computes and holds at a time."""
 
@@ -300,6 +312,8 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     tiers: TierOptions | None = None
     """Tiers of KV beside the device cache; None without any. The path of `disk` is this worker's own folder, unless it
     is shared."""
+    adapters: AdapterOptions | None = None
+    """Adapters that it may load; None for none."""
     fetch: bool = False
     """Whether it gets KV of prefixes from other workers, and gives them its own, where a gateway asks for that."""
     transport: TransportName = "gloo"

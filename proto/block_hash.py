@@ -1,7 +1,7 @@
 """The prefix hash: a SHA-256 chain over 16-token blocks. A wire contract: router, prefill and decode must agree on
 every bit.
 
-    root    = H("disagg/1" | fingerprint | tenant salt)
+    root    = H("disagg/1" | fingerprint | tenant salt)             of an adapter: fingerprint "model+adapter"
     hash[i] = H(hash[i-1] | tokens of block i as little-endian u32)
 
 H is SHA-256 cut to 16 bytes. Within one tenant's salt a collision needs about 2^64 chosen prompts; across tenants the
@@ -22,9 +22,11 @@ _TAG_BYTES = 8
 _BLOCK_BYTES = HASH_BLOCK_TOKENS * TOKEN_ID_BYTES
 
 
-def root_hash(fingerprint: str, tenant_salt: bytes = b"") -> BlockHash:
+def root_hash(fingerprint: str, tenant_salt: bytes = b"", adapter: str = "") -> BlockHash:
     """The parent of block 0. `tenant_salt` differs for each tenant (and each salt that a tenant chooses), and is empty
-    where there is neither."""
+    where there is neither. `adapter` is the fingerprint of the adapter; empty for the base model."""
+    if adapter:
+        fingerprint = f"{fingerprint}+{adapter}"
     return BlockHash(hashlib.sha256(b"disagg/1\0" + fingerprint.encode() + b"\0" + tenant_salt).digest()[:HASH_BYTES])
 
 

@@ -125,6 +125,18 @@ class Targets(msgspec.Struct, frozen=True, array_like=True):
         return Targets(self.ttft_s, self.tpot_s, self.age_s + passed_s, streamed_s, self.output_tokens)
 
 
+class Adapter(Message, frozen=True, kw_only=True):
+    """A LoRA adapter: weights that are added to those of a served model."""
+
+    name: str
+    """The name that requests use, for messages."""
+    path: str
+    """Folder in PEFT's format, relative to `adapters.folder`."""
+    fingerprint: str = ""
+    """Names its content: a SHA-256, in hex, of the meaning of `adapter_config.json` and the bytes of the tensors. Empty
+    in a `LoadAdapter` that asks for it."""
+
+
 class SequenceSpec(Message, frozen=True, kw_only=True):
     """All that a worker needs to run a request, or to continue it."""
 
@@ -155,6 +167,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Whether it is a turn of a conversation that its client named: its KV is kept in tiers from the first turn on."""
     pooling: Pooling | None = None
     """Set for a request without an answer, which ends with a vector of its prompt (`End.vector`)."""
+    adapter: Adapter | None = None
+    """The adapter that it is computed with; None for the base model. `root_hash` covers its fingerprint."""
 
     def __post_init__(self) -> None:
         check_packed("prompt_token_ids", self.prompt_token_ids)
@@ -785,6 +799,18 @@ STEP_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 """Upper ends of the intervals of `WorkerMetrics.step_seconds`, in seconds."""
 
 
+class AdapterState(Message, frozen=True, kw_only=True):
+    """An adapter that a worker has loaded."""
+
+    fingerprint: str
+    bytes: int
+    """Bytes of its tensors in the model's dtype, on all ranks together."""
+    load_ms: float
+    """Milliseconds from the order to load it until it could be used."""
+    uses: int
+    """Sequences here that it is kept for; 0 where it may be replaced by another one."""
+
+
 class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     """Load and KV events since the last report. `sequence` counts up by one; after a gap the receiver opens a new
     stream."""
@@ -803,6 +829,8 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     waits."""
     expected_s: float = 0.0
     """Predicted duration of that turn in seconds; 0 where no turn lasts long."""
+    adapters: tuple[AdapterState, ...] = ()
+    """All adapters that it has loaded."""
 
 
 class WatchRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -826,6 +854,38 @@ class AuditReport(Message, frozen=True, kw_only=True, tag=True):
     """
     problems: tuple[str, ...] = ()
     """Inconsistencies that the audit of the engine found, as text."""
+
+
+class LoadAdapter(Message, frozen=True, kw_only=True, tag=True):
+    """Check an adapter and load it; the answer is `AdapterLoaded`. What is wrong with it is the detail of a gRPC error:
+    INVALID_ARGUMENT for its content, NOT_FOUND where the folder is not on the worker's host, FAILED_PRECONDITION where
+    the worker takes no adapters or the content has another fingerprint."""
+
+    adapter: Adapter
+
+
+class AdapterLoaded(Message, frozen=True, kw_only=True, tag=True):
+    """The adapter is good. It is loaded unless all slots are in use; a sequence that needs it loads it then."""
+
+    fingerprint: str
+    bytes: int
+    """As in `AdapterState`."""
+    load_ms: float
+    """Milliseconds that reading and checking it took, and loading where it was loaded; 0 where it was loaded before."""
+
+
+class UnloadAdapter(Message, frozen=True, kw_only=True, tag=True):
+    """Take an adapter out of its slot as soon as no sequence uses it. The answer is `AdapterUnloaded`. A sequence that
+    comes with it later loads it again: who may use it is decided by the gateways."""
+
+    fingerprint: str
+
+
+class AdapterUnloaded(Message, frozen=True, kw_only=True, tag=True):
+    """Whether it was loaded, and how many sequences still use it."""
+
+    was_loaded: bool
+    uses: int
 
 
 # ---------------------------------------------------------------- encoding

@@ -5,6 +5,8 @@ The services have no protobuf: handlers are generic and the frames are `messages
     SESSION   stream-stream  `Dispatch | Cancel` down, `SessionHello | StepUpdate` up; the hello is the first frame
     WATCH     unary-stream   `WatchRequest` down, `WorkerReport` up; the first report carries a snapshot
     AUDIT     unary-unary    `AuditRequest` down, `AuditReport` up
+    LOAD_ADAPTER, UNLOAD_ADAPTER  unary-unary  `LoadAdapter` and `UnloadAdapter` down, `AdapterLoaded` and
+              `AdapterUnloaded` up
     TRANSFER  stream-stream  `SenderToReceiver` down, `ReceiverToSender` up, in `frames`; P calls D
     FETCH     unary-unary    `Fetch` down, `FetchAnswer` up; a worker calls one that has the KV of a prefix
     REGISTER  stream-stream  `WorkerToController` down, `ControllerToWorker` up; a worker calls the controller
@@ -26,6 +28,8 @@ CONTROLLER_SERVICE: Final = "disagg.internal.Controller"
 SESSION: Final = f"/{WORKER_SERVICE}/Session"
 WATCH: Final = f"/{WORKER_SERVICE}/Watch"
 AUDIT: Final = f"/{WORKER_SERVICE}/Audit"
+LOAD_ADAPTER: Final = f"/{WORKER_SERVICE}/LoadAdapter"
+UNLOAD_ADAPTER: Final = f"/{WORKER_SERVICE}/UnloadAdapter"
 TRANSFER: Final = f"/{TRANSFER_SERVICE}/Pair"
 FETCH: Final = f"/{FETCH_SERVICE}/Fetch"
 REGISTER: Final = f"/{CONTROLLER_SERVICE}/Register"

@@ -99,7 +99,12 @@ def _check_models(config: ClusterConfig) -> None:
     if not config.models:
         return
     check_keys(config.models)
-    for name, default in (("model", ModelSection()), ("mode", "disaggregated"), ("pools", PoolsConfig())):
+    for name, default in (
+        ("model", ModelSection()),
+        ("mode", "disaggregated"),
+        ("pools", PoolsConfig()),
+        ("adapters", None),
+    ):
         if getattr(config, name) != default:
             raise ConfigError(f"{name}: is not used beside models; set models.<key>.{name} of each model")
     served: dict[str, str] = {}

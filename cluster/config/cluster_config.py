@@ -19,6 +19,7 @@ from disagg.cluster.config.checks import LEAST_TRACES, check, check_keys
 from disagg.cluster.config.model_pools import active_pools, models_of, pool_path, unused_pools
 from disagg.cluster.config.schema import (
     MAX_MODELS,
+    AdaptersSection,
     ClusterConfig,
     GatewaySection,
     Mode,
@@ -111,12 +112,27 @@ def _in_folder(config: ClusterConfig, folder: Path) -> ClusterConfig:
             config, kv_cache=msgspec.structs.replace(config.kv_cache, tiers=msgspec.structs.replace(tiers, disk=disk))
         )
     models = {
-        key: msgspec.structs.replace(section, model=_with_absolute_path(section.model))
+        key: msgspec.structs.replace(
+            section,
+            model=_with_absolute_path(section.model),
+            adapters=_with_absolute_folder(section.adapters, folder),
+        )
         for key, section in config.models.items()
     }
     return msgspec.structs.replace(
-        config, gateway=gateway, network=network, model=_with_absolute_path(config.model), models=models
+        config,
+        gateway=gateway,
+        network=network,
+        model=_with_absolute_path(config.model),
+        adapters=_with_absolute_folder(config.adapters, folder),
+        models=models,
     )
+
+
+def _with_absolute_folder(adapters: AdaptersSection | None, folder: Path) -> AdaptersSection | None:
+    if adapters is None:
+        return None
+    return msgspec.structs.replace(adapters, folder=str(folder / Path(adapters.folder).expanduser()))
 
 
 def _with_absolute_path(model: ModelSection) -> ModelSection:

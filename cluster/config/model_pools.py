@@ -32,6 +32,7 @@ def _alone(config: ClusterConfig, key: str, entry: ServedModelSection) -> Cluste
         model=msgspec.structs.replace(entry.model, name=entry.model.name or key),
         mode=entry.mode,
         pools=entry.pools,
+        adapters=entry.adapters,
         placement=entry.placement or config.placement,
         slo=entry.slo or config.slo,
     )

@@ -17,6 +17,7 @@ from disagg.cluster.models.catalog import DEFAULT_MODEL
 from disagg.cluster.system.logs import LoggingConfig
 from disagg.connections.cluster_secret import CertificateFiles
 from disagg.engine.config import (
+    AdapterOptions,
     EngineLimits,
     KernelOptions,
     ModelOptions,
@@ -267,6 +268,10 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     removed at the end."""
 
 
+class AdaptersSection(AdapterOptions, frozen=True, kw_only=True):
+    """The section `adapters`: LoRA adapters of a model."""
+
+
 class ServedModelSection(msgspec.Struct, frozen=True, kw_only=True):
     """A section of `models`: one of several models, with its pools. Names of its pools and workers begin with the
     key."""
@@ -277,6 +282,8 @@ class ServedModelSection(msgspec.Struct, frozen=True, kw_only=True):
     """Mode of this model's pools, as in `ClusterConfig`."""
     pools: PoolsConfig = PoolsConfig()
     """Pools of this model, as in `ClusterConfig`."""
+    adapters: AdaptersSection | None = None
+    """Adapters of this model, as in `ClusterConfig`."""
     placement: PlacementOptions | None = None
     """Placement for this model, which replaces the whole section of the cluster."""
     slo: SloConfig | None = None
@@ -294,6 +301,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     compute prompt and answer of a request. `elastic`: one pool of workers that do either; for each request the router
     chooses whether one worker computes both, or one hands the prompt's KV over to another."""
     pools: PoolsConfig = PoolsConfig()
+    adapters: AdaptersSection | None = None
+    """`{folder, max_loaded, max_rank}`: LoRA adapters, which workers load while they serve; `null` for none."""
     models: dict[str, ServedModelSection] = msgspec.field(default_factory=dict)
     """Several models by key, in place of `model`, `mode` and `pools`: each has its own workers, queue and limits."""
     placement: PlacementOptions = PlacementOptions()

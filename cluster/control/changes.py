@@ -43,6 +43,10 @@ REPLACES_ALL = (
     "kernels.*",
     "transfer.*",
     "kv_cache.*",
+    "adapters",
+    "adapters.folder",
+    "adapters.max_loaded",
+    "adapters.max_rank",
     "gateway.token_interval_ms",
     "recovery.failpoints",
 )

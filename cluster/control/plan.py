@@ -44,6 +44,7 @@ from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
 from disagg.engine.config import (
+    AdapterOptions,
     Dtype,
     EngineLimits,
     KernelOptions,
@@ -210,6 +211,7 @@ def worker_config(
         tail_tokens=device_defaults(pool.device).tail_tokens,
         swap_bytes=swap_bytes(pool),
         tiers=worker_tiers(config, name, index),
+        adapters=worker_adapters(alone),
         fetch=config.kv_cache.fetch,
         transport=transport_name(alone),
         plaintext_kv=config.network.plaintext_kv,
@@ -245,6 +247,12 @@ def worker_tiers(config: ClusterConfig, name: PoolName, index: int) -> TierOptio
         return tiers
     path = f"{tiers.disk.path}/{worker_id(name, index)}"
     return msgspec.structs.replace(tiers, disk=msgspec.structs.replace(tiers.disk, path=path))
+
+
+def worker_adapters(alone: ClusterConfig) -> AdapterOptions | None:
+    """Adapters of the workers of a model, which `alone` has."""
+    section = alone.adapters
+    return None if section is None else AdapterOptions(**_fields(AdapterOptions, section))
 
 
 def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig) -> None:

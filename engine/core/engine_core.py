@@ -742,6 +742,8 @@ class EngineCore:
             cached.now = max(cached.now, now)
 
     def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
+        if sequence.spec.adapter is not None:
+            return "refused", f"adapter {sequence.spec.adapter.name}: this worker takes no adapters"
         return refusal(sequence, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
 
     def _end_duplicate(self, key: AttemptKey) -> Ended | None:

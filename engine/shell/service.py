@@ -22,16 +22,19 @@ from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
+    AdapterUnloaded,
     AuditReport,
     AuditRequest,
     BlocksSnapshot,
     GatewayToWorker,
     KvEvent,
     Load,
+    LoadAdapter,
     SessionHello,
     StepSample,
     StepUpdate,
     TransferCount,
+    UnloadAdapter,
     WatchRequest,
     WorkerInfo,
     WorkerMetrics,
@@ -42,8 +45,10 @@ from disagg.proto.messages import (
 from disagg.proto.services import (
     AUDIT,
     GATEWAY_ID_METADATA,
+    LOAD_ADAPTER,
     SERVER_OPTIONS,
     SESSION,
+    UNLOAD_ADAPTER,
     WATCH,
     WORKER_SERVICE,
     service_and_method,
@@ -191,6 +196,8 @@ class WorkerService:
             service_and_method(SESSION)[1]: grpc.stream_stream_rpc_method_handler(self._session),
             service_and_method(WATCH)[1]: grpc.unary_stream_rpc_method_handler(self._watch),
             service_and_method(AUDIT)[1]: grpc.unary_unary_rpc_method_handler(self._audit),
+            service_and_method(LOAD_ADAPTER)[1]: grpc.unary_unary_rpc_method_handler(self._load_adapter),
+            service_and_method(UNLOAD_ADAPTER)[1]: grpc.unary_unary_rpc_method_handler(self._unload_adapter),
         }
         handler = grpc.method_handlers_generic_handler(WORKER_SERVICE, methods)
         self._server.add_generic_rpc_handlers((handler, *role_handlers))
@@ -346,6 +353,15 @@ class WorkerService:
         except EngineStoppedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             raise
+
+    async def _load_adapter(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        await _decode_or_abort(frame, LoadAdapter, context)
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker takes no adapters")
+        raise AssertionError
+
+    async def _unload_adapter(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        await _decode_or_abort(frame, UnloadAdapter, context)
+        return encode(AdapterUnloaded(was_loaded=False, uses=0))
 
 
 async def _decode_or_abort(frame: bytes, kind: type[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
