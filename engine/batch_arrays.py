@@ -57,6 +57,8 @@ class BatchArrays:
     """Rows whose logits are wanted, ascending; None stands for all rows."""
     windows: tuple[WindowArrays, ...] = ()
     """Arrays of each cache group beside the first."""
+    adapter_slots_T: I32 | None = None
+    """Slot of the adapter of each row, -1 for the base model; None where no row has one."""
 
     @property
     def num_decodes(self) -> int:
@@ -67,8 +69,11 @@ class BatchArrays:
 class BatchBuilder:
     """Makes batches. Owner: the model runner; it keeps block tables between steps."""
 
-    def __init__(self, block_size: int, max_model_len: int, num_windows: int = 0) -> None:
+    def __init__(
+        self, block_size: int, max_model_len: int, num_windows: int = 0, *, has_adapters: bool = False
+    ) -> None:
         self._block_size = block_size
+        self._has_adapters = has_adapters
         max_blocks = blocks_for_tokens(max_model_len, block_size)
         self._tables = _DecodeTables(max_blocks)
         self._windows = tuple(_DecodeTables(max_blocks) for _ in range(num_windows))
@@ -102,7 +107,14 @@ class BatchBuilder:
             windows=tuple(
                 self._window_arrays(group, plan, positions_S, ranges) for group in range(1, 1 + len(self._windows))
             ),
+            adapter_slots_T=self._adapter_slots(plan),
         )
+
+    def _adapter_slots(self, plan: StepPlan) -> I32 | None:
+        if not self._has_adapters or all(entry.sequence.adapter_slot < 0 for entry in plan.entries):
+            return None
+        slots = [entry.sequence.adapter_slot for entry in plan.entries]
+        return np.repeat(np.array(slots, dtype=np.int32), [entry.num_tokens for entry in plan.entries])
 
     def _window_arrays(self, group: int, plan: StepPlan, positions_S: I64, ranges: list[I64]) -> WindowArrays:
         num_blocks = blocks_for_tokens(int(positions_S.max()) + 1, self._block_size) if len(positions_S) else 0
@@ -133,6 +145,7 @@ class BatchBuilder:
                 self._window_arrays(group, StepPlan(decodes), np.array(positions, dtype=np.int64), [])
                 for group in range(1, 1 + len(self._windows))
             ),
+            adapter_slots_T=self._adapter_slots(StepPlan(decodes)) if self._has_adapters else None,
         )
 
     def _slots(self, block_T: I32, position_T: I64) -> I64:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engine.plan import Buffer, Copying
+from disagg.engine.plan import Buffer, Copying, LoadedAdapter
 from disagg.engine.tiers.extents import Extent
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
 from disagg.proto.messages import EndReason, Fetched, FetchFrom, FetchOutcome, PeerRef, SequenceSpec, TokenLogprobs
@@ -199,6 +199,17 @@ class TierForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """The adapter that was ordered for a slot was read, or could not be. No answer."""
+
+    slot: int
+    loaded: LoadedAdapter | None
+    reason: EndReason = "refused"
+    """With which sequences end that wait for it, where it could not."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetTenant:
     """Drop what the cache and tiers have of a tenant and no sequence uses, and delete its files. No answer."""
 
@@ -253,6 +264,7 @@ Command = (
     | TierFailed
     | TierFull
     | TierForgotten
+    | AdapterRead
     | ForgetTenant
     | FetchPrefix
     | FetchOver

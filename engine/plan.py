@@ -20,7 +20,7 @@ from disagg.engine.request import Sequence
 from disagg.engine.speculation.proposer import Proposer
 from disagg.proto.errors import InternalError
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import BufferSize, KvLayout, StepSample, TokenLogprobs
+from disagg.proto.messages import Adapter, BufferSize, KvLayout, StepSample, TokenLogprobs
 
 Buffer = Any
 """Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array of the host, or a uint8 tensor
@@ -176,6 +176,17 @@ class Copying(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """An adapter as it was read, to be put into a slot."""
+
+    fingerprint: str
+    num_bytes: int
+    """Bytes of its tensors in the model's dtype, on all ranks."""
+    content: Any = None
+    """What the runner makes of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """Steps to compute before the first request, because kernels are compiled at their first use."""
 
@@ -225,6 +236,18 @@ class ModelRunner(Protocol):
         """Of each layer with experts, the tokens of its busiest expert over those of an average one, as of a while
         ago."""
         return ()
+
+    def read_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        """Read and check an adapter of the configured folder. Any thread, one call at a time.
+
+        Raises:
+            AdapterError: it cannot be used, or its fingerprint is not the one that `adapter` has, if it has one.
+        """
+        raise NotImplementedError
+
+    def put_adapter(self, slot: int, loaded: LoadedAdapter) -> None:
+        """Write what was read into a slot, between two steps."""
+        raise NotImplementedError
 
     @property
     def step_queue(self) -> StepQueue | None:

@@ -85,6 +85,8 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """int64 rows whose logits are wanted; None for all rows."""
     windows: tuple[WindowStep, ...] = ()
     """Of each cache group beside the first."""
+    adapter_slots: bytes | None = None
+    """int32, slot of the adapter of each token, -1 for the base model; None where no token has one."""
 
 
 class _CopyPart(Message, frozen=True, kw_only=True):
@@ -226,6 +228,7 @@ def encode_step(arrays: BatchArrays) -> Step:
         ),
         sample_rows=None if arrays.sample_rows is None else arrays.sample_rows.astype(_I64).tobytes(),
         windows=tuple(map(_encode_window, arrays.windows)),
+        adapter_slots=None if arrays.adapter_slots_T is None else arrays.adapter_slots_T.astype(_I32).tobytes(),
     )
 
 
@@ -268,6 +271,7 @@ def decode_step(step: Step) -> BatchArrays:
             )
             for window in step.windows
         ),
+        adapter_slots_T=None if step.adapter_slots is None else _i32(step.adapter_slots),
     )
 
 

@@ -122,6 +122,8 @@ class Sequence:
     """Counts of its token ids, if they are penalized and a token was sampled here."""
     grammar_state: Any = None
     """The `GrammarState` of its grammar, once a token was chosen here. Owner: the runner's `TokenMasks`."""
+    adapter_slot: int = -1
+    """Slot of its adapter, which is loaded as long as the sequence is here; -1 for the base model."""
     draft_index: Any = None
     """What the proposer of drafts keeps of its text. Owner: the proposer."""
     num_drafted: int = 0

@@ -34,6 +34,7 @@ from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
 from disagg.kernels.groups import Groups, find_codes, quantize_int4
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
+from disagg.kernels.lora import Lora
 from disagg.kernels.ops import (
     AttentionForm,
     AttentionSpec,
@@ -76,6 +77,7 @@ __all__ = [
     "linear_by_head",
     "linear_gelu_tanh_mul",
     "linear_silu_mul",
+    "lora_add",
     "moe_ffn",
     "new_output",
     "pack_experts",
@@ -436,6 +438,12 @@ def add_rms_norm(
 def add(x_TH: Tensor, y_TH: Tensor) -> Tensor:
     """x + y, [T, H]."""
     return _first(_ops(x_TH).add, reference.add, x_TH, y_TH)
+
+
+def lora_add(x_TI: Tensor, y_TO: Tensor, lora: Lora, slots_T: Tensor) -> Tensor:
+    """Add to each row of `y` what the adapter in its slot (int32; -1 for none) makes of the row of `x`, in place: sums
+    in fp32, rounded once with `y`; [T, O], which is `y`. The bits of a row do not depend on the other rows."""
+    return _first(_ops(x_TI).lora_add, reference.lora_add, x_TI, y_TO, lora, slots_T)
 
 
 def pointwise(x_TH: Tensor, function: Pointwise, number: float) -> Tensor:

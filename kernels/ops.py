@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
+from disagg.kernels.lora import Lora
 from disagg.kernels.prefill_work import PrefillWork
 
 
@@ -194,6 +195,10 @@ class Ops(Protocol):
 
     def add(self, x_TH: Tensor, y_TH: Tensor, /) -> Tensor | None:
         """x + y, [T, H]."""
+        ...
+
+    def lora_add(self, x_TI: Tensor, y_TO: Tensor, lora: Lora, slots_T: Tensor, /) -> Tensor | None:
+        """`y`, to which is added what the adapters in these slots (int32, -1 for none) make of `x`, [T, O]."""
         ...
 
     def pointwise(self, x_TH: Tensor, function: Pointwise, number: float, /) -> Tensor | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from disagg.kernels import weights
 from disagg.kernels.expert_reference import moe_ffn as moe_ffn
 from disagg.kernels.experts import ExpertWeight
+from disagg.kernels.lora import Lora
 from disagg.kernels.ops import AttentionForm, HeadSquares, LatentWrite, Pointwise, PrefillChunk, Prefills, RopeWrite
 
 
@@ -62,6 +63,21 @@ def add_rms_norm(
 def add(x_TH: Tensor, y_TH: Tensor) -> Tensor:
     """x + y, [T, H]."""
     return x_TH + y_TH
+
+
+def lora_add(x_TI: Tensor, y_TO: Tensor, lora: Lora, slots_T: Tensor) -> Tensor:
+    """Add to each row of `y` what the adapter in its slot makes of the row of `x`, in place: sums in fp32, rounded once
+    with `y`. Rows with slot -1 are not touched. Slots are int32."""
+    for slot, ranks_P, scales_P in zip(range(lora.num_slots), lora.ranks_SP, lora.scales_SP, strict=True):
+        for part, columns in enumerate(torch.split(y_TO, list(lora.columns), dim=1)):
+            start, rank = sum(lora.columns[:part]), ranks_P[part]
+            b_RO = lora.b_SRO[slot, :, start : start + lora.columns[part]].float()
+            hidden_TR = x_TI.float() @ lora.a_SPRI[slot, part].float().T
+            is_read_R = torch.arange(len(b_RO), device=x_TI.device) < rank
+            added = (torch.where(is_read_R, hidden_TR, 0.0) @ b_RO) * scales_P[part]
+            is_changed_T1 = ((slots_T == slot) & (rank > 0))[:, None]
+            columns.copy_(torch.where(is_changed_T1, (columns.float() + added).to(y_TO.dtype), columns))
+    return y_TO
 
 
 def pointwise(x_TH: Tensor, function: Pointwise, number: float) -> Tensor:

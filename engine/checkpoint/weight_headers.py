@@ -95,13 +95,13 @@ def read_group_headers(folder: str | Path) -> dict[str, TensorEntry]:
     return read_header(file) if file.is_file() else {}
 
 
-def read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file; checks that the file is as long as its header says.
 
     Raises:
         ConfigError: not a safetensors file, or cut short.
     """
-    raw = header_bytes(file)
+    raw = header_bytes(file, max_header_bytes)
     entries: dict[str, TensorEntry] = {}
     name, first = "", 8 + len(raw)
     try:
@@ -124,12 +124,12 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def header_bytes(file: Path) -> bytes:
+def header_bytes(file: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> bytes:
     """The JSON header of a safetensors file, not parsed. Raises `ConfigError`: not such a file, or cut short."""
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
+        if len(prefix) < 8 or not 2 <= length <= max_header_bytes:
             raise ConfigError(f"{file}: not a safetensors file")
         header = stream.read(length)
     if len(header) < length:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -38,6 +38,7 @@ from disagg.engine.blocks.landing import Landing
 from disagg.engine.blocks.swap import SwapIn, SwapOut, Swapper, swap_pool
 from disagg.engine.blocks.window_group import WindowGroup
 from disagg.engine.commands import (
+    AdapterRead,
     Add,
     ChunkPlanned,
     Command,
@@ -73,6 +74,7 @@ from disagg.engine.commands import (
     Unhold,
 )
 from disagg.engine.config import WorkerConfig
+from disagg.engine.core.adapters import Adapters
 from disagg.engine.core.admission import covered_until, new_sequence, refusal
 from disagg.engine.core.fetching import Fetching
 from disagg.engine.core.idle_steps import NUM_TOKENS, IdleSteps
@@ -84,7 +86,7 @@ from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.core.steps import Steps, failed, num_alike
-from disagg.engine.plan import ModelRunner, StepPlan, is_fatal
+from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.speculation.lookup import Lookup
 from disagg.engine.speculation.proposer import Proposer
@@ -92,13 +94,15 @@ from disagg.engine.speculation.speculation import Speculation
 from disagg.engine.tiers.store import TierParts
 from disagg.engine.tiers.tiers import Tiers
 from disagg.proto.config import check_bounds
-from disagg.proto.errors import ConfigError
+from disagg.proto.errors import ConfigError, InternalError
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
-from disagg.proto.messages import BlocksSnapshot, EndReason, KvEvent, Load, StepSample, TierName
+from disagg.proto.messages import Adapter, AdapterState, BlocksSnapshot, EndReason, KvEvent, Load, StepSample, TierName
 from disagg.step_times.step_model import StepModel
 
 _log = logging.getLogger(__name__)
 
+RESERVE_WAIT_S = 10.0
+"""How long an offer waits for its adapter: the prefill worker would take this worker for a stuck one much later."""
 _NO_GATEWAY = GatewayId("")
 """Gateway id in the `Ended` of a sequence that is not known any more."""
 
@@ -107,7 +111,8 @@ class EngineCore:
     """All sequences of one worker. Owner: the engine thread; every method is called from it.
 
     `calibration`: steps that were measured before, by which it is predicted how long others take. `tier_parts`: clock
-    and files of the tiers, where `config` has some.
+    and files of the tiers, where `config` has some. `order_adapter`: has an adapter read for a slot, which is answered
+    by `AdapterRead`, where `config` has some.
 
     Raises:
         ValueError: if the runner's cache or the configuration cannot work.
@@ -121,6 +126,7 @@ class EngineCore:
         config: WorkerConfig,
         calibration: Seq[StepSample] = (),
         tier_parts: TierParts | None = None,
+        order_adapter: Callable[[Adapter, int], None] | None = None,
     ) -> None:
         check_bounds(config, "worker")
         self._runner = runner
@@ -176,6 +182,11 @@ class EngineCore:
         self._fetching = Fetching(
             self._scheduler, self._begin, self._num_in_tiers, runner.layout.groups[0].bytes_per_token
         )
+        self._adapters: Adapters | None = None
+        if config.adapters is not None:
+            self._adapters = Adapters(config.adapters.max_loaded, order_adapter or _order_none, runner.put_adapter)
+        self._parked: dict[AttemptKey, tuple[Add | Reserve, Sequence]] = {}
+        """What waits for its adapter, as it came."""
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
         self._joined: list[tuple[Sequence, float]] = []
@@ -188,6 +199,7 @@ class EngineCore:
         self.planned = StepPlan()
         """What `run_step` will compute or queue."""
         self._planned_at = 0.0
+        self._last_now = 0.0
         self._stalled = False
         """The last step found that nothing can go on, and freed nothing; only a command or a deadline changes that."""
 
@@ -218,7 +230,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence, in any state, and none to come for which a prefix is fetched."""
-        return not self._scheduler.sequences and not self._fetching.num_open
+        return not (self._scheduler.sequences or self._fetching.num_open or self._parked)
 
     @property
     def next_deadline(self) -> float | None:
@@ -303,6 +315,8 @@ class EngineCore:
                 if self._tiers is not None:
                     self._tiers.handle(command, now)
                 events = []
+            case AdapterRead():
+                events = self._adapter_read(command, now)
             case ForgetTenant(tag):
                 for blocks in (self._blocks, *[window.blocks for window in self._scheduler.kv_cache.windows]):
                     blocks.forget(tag)
@@ -311,7 +325,7 @@ class EngineCore:
                 events = []
             case End(key, reason, detail):
                 sequence = self._scheduler.sequences.get(key)
-                events = [] if sequence is None else [self._scheduler.end(sequence, reason, detail)]
+                events = [] if sequence is None else [self._end_of(sequence, reason, detail)]
         self._forget_ended(events)
         return events + self._fetching.take_events()
 
@@ -325,10 +339,77 @@ class EngineCore:
         why_not = self._refusal(sequence)
         if why_not is not None:
             return [Ended(spec.key, spec.gateway_id, *why_not)]
+        self._watch_deadline(sequence)
+        if self._has_adapter(command, sequence, now):
+            self._admit(sequence, now)
+        return []
+
+    def _admit(self, sequence: Sequence, now: float) -> None:
         if not self._fetching.waits(sequence) and (self._tiers is None or not self._tiers.loads(sequence, now)):
             self._scheduler.add(sequence)
-        self._watch_deadline(sequence)
-        return []
+
+    # ------------------------------------------------------------ adapters
+
+    def _has_adapter(self, command: Add | Reserve, sequence: Sequence, now: float) -> bool:
+        """Whether the adapter of a new sequence is loaded, or it has none. Else it waits, in state LOADING, and holds
+        nothing."""
+        adapter = sequence.spec.adapter
+        if adapter is None:
+            return True
+        assert self._adapters is not None, "others were refused"
+        if self._adapters.take(sequence.key, adapter, now):
+            sequence.adapter_slot = self._adapters.slot(sequence.key)
+            return True
+        self._parked[sequence.key] = command, sequence
+        self._scheduler.load(sequence)
+        return False
+
+    def _adapter_read(self, command: AdapterRead, now: float) -> list[Event]:
+        """What waited for an adapter goes on, or ends."""
+        assert self._adapters is not None
+        events: list[Event] = []
+        for key, reason, detail in self._adapters.answer(
+            command.slot, command.loaded, command.reason, command.detail, now
+        ):
+            parked, sequence = self._parked.pop(key)
+            if reason is None:
+                self._scheduler.leave(sequence)
+                sequence.adapter_slot = self._adapters.slot(key)
+                if isinstance(parked, Add):
+                    sequence.state = SequenceState.WAITING
+                    self._admit(sequence, now)
+                else:
+                    self._deadlines.discard(key)
+                    timeout_s, sequence.state = sequence.spec.timeout_s, SequenceState.RESERVED
+                    sequence.deadline = None if timeout_s is None else sequence.arrival + timeout_s
+                    events += self._reserve_now(parked, sequence)
+                continue
+            ended = self._scheduler.end(sequence, reason, detail)
+            events.append(ended if isinstance(parked, Add) else ReserveRefused(key, detail))
+            self._forget(key)
+        return events
+
+    def _end_of(self, sequence: Sequence, reason: EndReason, detail: str) -> Event:
+        """End a sequence. An offer that waits for its adapter is refused."""
+        parked, _ = self._parked.get(sequence.key, (None, None))
+        ended = self._scheduler.end(sequence, reason, detail)
+        if not isinstance(parked, Reserve):
+            return ended
+        self._forget(sequence.key)
+        return ReserveRefused(sequence.key, f"waiting for its adapter: {detail}")
+
+    def keep_adapter(self, loaded: LoadedAdapter, adapter: Adapter, load_ms: float) -> float:
+        """An operator had an adapter read: load it if there is a slot. As of `Adapters.keep`."""
+        assert self._adapters is not None
+        return self._adapters.keep(loaded, adapter, load_ms)
+
+    def unload_adapter(self, fingerprint: str) -> tuple[bool, int]:
+        """Have an adapter leave once nobody uses it. As of `Adapters.unload`."""
+        return (False, 0) if self._adapters is None else self._adapters.unload(fingerprint)
+
+    def adapters(self) -> tuple[AdapterState, ...]:
+        """The adapters that are loaded."""
+        return () if self._adapters is None else self._adapters.states()
 
     def _reserve(self, command: Reserve, now: float) -> list[Event]:
         key = command.spec.key
@@ -340,12 +421,23 @@ class EngineCore:
         why_not = self._refusal(sequence)
         if why_not is not None:
             return [ReserveRefused(key, why_not[1])]
-        reason = self._fetching.reserve(sequence) if command.is_prefix else self._scheduler.reserve(sequence)
-        if reason is not None:
-            return [ReserveRefused(key, reason)]
-        self._landing.reserved(key)
         if command.is_prefix:  # Those that wait for it have time limits of their own.
             sequence.deadline = None
+        elif not self._has_adapter(command, sequence, now):
+            until = now + RESERVE_WAIT_S
+            sequence.deadline = until if sequence.deadline is None else min(until, sequence.deadline)
+            self._watch_deadline(sequence)
+            return []
+        return self._reserve_now(command, sequence)
+
+    def _reserve_now(self, command: Reserve, sequence: Sequence) -> list[Event]:
+        key = sequence.key
+        reason = self._fetching.reserve(sequence) if command.is_prefix else self._scheduler.reserve(sequence)
+        if reason is not None:
+            if sequence.spec.adapter is not None:
+                self._forget(key)
+            return [ReserveRefused(key, reason)]
+        self._landing.reserved(key)
         self._watch_deadline(sequence)
         return [Reserved(key, sequence.cached_tokens)]
 
@@ -614,7 +706,7 @@ class EngineCore:
         events: list[Event] = []
         while (head := self._deadlines.peek()) is not None and head[0][0] <= now:
             key = head[1]
-            events.append(self._scheduler.end(self._scheduler.sequences[key], "deadline", "the deadline passed"))
+            events.append(self._end_of(self._scheduler.sequences[key], "deadline", "the deadline passed"))
             self._forget(key)
         return events
 
@@ -685,7 +777,8 @@ class EngineCore:
 
     def audit(self) -> tuple[dict[str, int], list[str]]:
         """What is held (all zero when idle), and the findings of the integrity checks (empty when sound)."""
-        counts = {
+        counts = {} if self._adapters is None else {"adapter_uses": self._adapters.num_uses}
+        counts |= {
             "sequences": len(self._scheduler.sequences),
             "blocks_active": self._blocks.num_active,
             "blocks_reserved": self._blocks.num_reserved,
@@ -705,7 +798,11 @@ class EngineCore:
         problems += self._moves.check_integrity()
         problems += self._landing.check_integrity(reserved)
         problems += self._fetching.check_integrity()
-        loading -= self._fetching.loading
+        loading -= self._fetching.loading | self._parked.keys()
+        if self._adapters is not None:
+            problems += self._adapters.check_integrity()
+            if self._adapters.waiting != self._parked.keys():
+                problems.append("adapters are waited for by other sequences than those that are parked")
         if self._tiers is not None:
             problems += self._tiers.check_integrity(loading)
         elif loading:
@@ -718,7 +815,7 @@ class EngineCore:
 
     @property
     def _num_loading(self) -> int:
-        return self._fetching.num_waiting + (0 if self._tiers is None else self._tiers.num_loading)
+        return self._fetching.num_waiting + len(self._parked) + (0 if self._tiers is None else self._tiers.num_loading)
 
     def _takes_kv(self, sequence: Sequence) -> bool:
         """Whether KV of another worker is written to its blocks."""
@@ -738,12 +835,16 @@ class EngineCore:
         return coefficients.prompt_ms(start, num_tokens) + coefficients.base_ms * num_tokens / self._token_budget
 
     def _note_time(self, now: float) -> None:
+        self._last_now = max(self._last_now, now)
         for cached in (self._cached, *self._pools):
             cached.now = max(cached.now, now)
 
     def _refusal(self, sequence: Sequence) -> tuple[EndReason, str] | None:
-        if sequence.spec.adapter is not None:
-            return "refused", f"adapter {sequence.spec.adapter.name}: this worker takes no adapters"
+        adapter = sequence.spec.adapter
+        if adapter is not None and self._adapters is None:
+            return "refused", f"adapter {adapter.name}: this worker takes no adapters"
+        if adapter is not None and not adapter.fingerprint:
+            return "failed", f"adapter {adapter.name}: there is no fingerprint"
         return refusal(sequence, vocab_size=self._runner.vocab_size, max_model_len=self.max_model_len)
 
     def _end_duplicate(self, key: AttemptKey) -> Ended | None:
@@ -769,6 +870,13 @@ class EngineCore:
         self._fetching.forget(key)
         self._landing.forget(key)
         self._moves.forget(key)
+        if self._adapters is not None:
+            self._parked.pop(key, None)
+            self._adapters.forget(key, self._last_now)
+
+
+def _order_none(adapter: Adapter, slot: int) -> None:
+    raise InternalError(f"nothing reads adapter {adapter.name}")
 
 
 def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:

@@ -184,6 +184,7 @@ class Scheduler:
         assert sequence.state is SequenceState.LOADING
         self.kv_cache.free(sequence)
         sequence.loading_tokens = 0
+        self.num_pooled -= sequence.spec.pooling is not None
         del self.sequences[sequence.key]
 
     def reserve(self, sequence: Sequence) -> str | None:

@@ -81,6 +81,7 @@ class DraftModel(Proposer):
             config,
             model_path=config.speculation.model,
             speculation=NO_SPECULATION,
+            adapters=None,
             num_blocks=num_blocks,
             max_model_len=min(max_model_len, longest),
             step_ahead=False,

@@ -40,6 +40,7 @@ from disagg.engine.plan import (
     NO_TOKEN,
     Buffer,
     Copying,
+    LoadedAdapter,
     ModelRunner,
     ScheduledSequence,
     StepPlan,
@@ -49,6 +50,7 @@ from disagg.engine.plan import (
 )
 from disagg.engine.request import Sequence, dummy_sequence
 from disagg.engine.runner import cache_size
+from disagg.engine.runner.adapters import AdapterSlots
 from disagg.engine.runner.collectives import Alone, Collective
 from disagg.engine.runner.device import torch_device
 from disagg.engine.runner.expert_use import ExpertUse
@@ -78,7 +80,7 @@ from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import arithmetic, describe, draws_on, set_num_threads
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import BufferSize, KvLayout
+from disagg.proto.messages import Adapter, BufferSize, KvLayout
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,9 @@ class TorchModelRunner(ShardRunner):
             loaded = load_weights(config.weights, model, self._device, shard)
         self.fingerprint = _fingerprint(loaded.fingerprint, model, self.max_model_len)
         self._parameters = loaded.parameters
+        self._adapters: AdapterSlots | None = None
+        if config.adapters is not None:
+            self._adapters = AdapterSlots(model, shard, config.adapters, self._dtype, self._device)
         self._host_staging = HostStaging.of(self._device, config.transport)
         self.digests = self._host_staging is not None and shard.size == 1
         self._staging_stream: Any = None
@@ -231,15 +236,26 @@ class TorchModelRunner(ShardRunner):
             self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging, pools
         )
         ropes = RopeTables(self.model_config, self.max_model_len, self._dtype, self._device)
-        self._decoder = Decoder(self.model_config, self._parameters, ropes, self._cache, collective, self._attention)
+        loras = None if self._adapters is None else self._adapters.layers
+        self._decoder = Decoder(
+            self.model_config, self._parameters, ropes, self._cache, collective, self._attention, loras
+        )
         self._expert_use = ExpertUse(self._decoder.expert_counts)
         self._replayed: ReplayedDecoder | None = None
         if collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
             self._replayed = ReplayedDecoder(
-                self._decoder, self.vocab_size, self._config.max_num_seqs, max_blocks, self._device, len(pools)
+                self._decoder,
+                self.vocab_size,
+                self._config.max_num_seqs,
+                max_blocks,
+                self._device,
+                len(pools),
+                has_adapters=self._adapters is not None,
             )
-        self._batches = BatchBuilder(self.block_size, self.max_model_len, len(pools))
+        self._batches = BatchBuilder(
+            self.block_size, self.max_model_len, len(pools), has_adapters=self._adapters is not None
+        )
         is_alone = collective is None  # else the other ranks have no sampled ids
         if is_alone and self._config.step_ahead and self._replayed is not None and self._draws is not None:
             self._step_queue = DeviceStepQueue(self._replayed, self._batches, self._draws, self._device)
@@ -346,7 +362,18 @@ class TorchModelRunner(ShardRunner):
         """Caches of the model, and the scratch memory of experts, with the sizes that this rank has."""
         model, config = rank_model(self.model_config, self.shard), self._config
         scratch = model.scratch_bytes(config.token_budget, self._dtype.itemsize)
-        return (*self._cache.buffers, *([BufferSize("experts", scratch)] if scratch else []))
+        adapters = [] if self._adapters is None else [BufferSize("adapters", self._adapters.nbytes)]
+        return (*self._cache.buffers, *([BufferSize("experts", scratch)] if scratch else []), *adapters)
+
+    @override
+    def read_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        assert self._adapters is not None, "there is a folder of adapters"
+        return self._adapters.read(adapter)
+
+    @override
+    def put_adapter(self, slot: int, loaded: LoadedAdapter) -> None:
+        assert self._adapters is not None, "there is a folder of adapters"
+        self._adapters.put(slot, loaded.content)
 
     @property
     @override

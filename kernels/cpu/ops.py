@@ -9,6 +9,7 @@ The short ops keep the GIL: they take microseconds, and giving it away costs mor
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.experts import MoeFfn
 from disagg.kernels.cpu.linear import KINDS, PRODUCT, NativeExpertWeight
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
+from disagg.kernels.lora import MAX_PARTS, RANK_ALIGNMENT, Lora
 from disagg.kernels.ops import (
     AttentionForm,
     HeadSquares,
@@ -126,6 +128,9 @@ class NativeOps(Ops):
         self._silu_mul = Kernel(short, "disagg_silu_mul", "iPqPqq")
         self._gelu_tanh_mul = Kernel(short, "disagg_gelu_tanh_mul", "iPqPqq")
         self._add = Kernel(short, "disagg_add", "iPqPqPqq")
+        self._lora_add = Kernel(
+            short, "disagg_lora_add", "iPqPqqPPPPqqqqqqqqPP", "row {}: its slot is not one of the adapters'"
+        )
         self._pointwise = Kernel(short, "disagg_pointwise", "iPqPqqif")
         self._head_squares = Kernel(short, "disagg_head_squares", "iPqqqqP")
         self._moe_ffn = MoeFfn(long)
@@ -216,6 +221,27 @@ class NativeOps(Ops):
         out = new_output(shape, x_TH.dtype)
         self._add(is_bf16, x_TH.data_ptr(), x_stride[0], y_TH.data_ptr(), y_stride[0], out.data_ptr(), *shape)
         return out
+
+    @override
+    def lora_add(self, x_TI: Tensor, y_TO: Tensor, lora: Lora, slots_T: Tensor) -> Tensor | None:
+        """IndexError for a slot outside, and nothing added."""
+        (T, I), dtype, a, b = x_TI.shape, x_TI.dtype, lora.a_SPRI, lora.b_SRO  # noqa: E741
+        S, P, R, _ = a.shape
+        O = sum(lora.columns)  # noqa: E741
+        if dtype not in _IS_BF16 or not _are_rows(x_TI, (T, I), dtype) or not _are_rows(y_TO, (T, O), dtype):
+            return None
+        if slots_T.dtype != torch.int32 or slots_T.shape != (T,) or not slots_T.is_contiguous():
+            return None
+        if a.dtype != dtype or b.dtype != dtype or a.shape[3] != I or b.shape != (S, R, O) or R % RANK_ALIGNMENT:
+            return None
+        ends = [*itertools.accumulate(lora.columns)]
+        hidden = new_output((T, P, R), torch.float32)
+        self._lora_add(
+            _IS_BF16[dtype], x_TI.data_ptr(), x_TI.stride(0), y_TO.data_ptr(), y_TO.stride(0), T, a.data_ptr(),
+            b.data_ptr(), lora.ranks_SP.data_ptr(), lora.scales_SP.data_ptr(), S, P, R, I, O,
+            *(ends + [O] * (MAX_PARTS - P)), slots_T.data_ptr(), hidden.data_ptr(),
+        )  # fmt: skip
+        return y_TO
 
     @override
     def pointwise(self, x_TH: Tensor, function: Pointwise, number: float) -> Tensor | None:

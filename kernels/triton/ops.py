@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
+from disagg.kernels.lora import Lora
 from disagg.kernels.ops import (
     AttentionForm,
     AttentionSpec,
@@ -36,6 +37,7 @@ from disagg.kernels.triton import (
     embed,
     experts,
     latent_write,
+    lora,
     norm,
     pointwise,
     rope_write,
@@ -101,6 +103,16 @@ class TritonOps(Ops):
         if _are_rows(x_TH, y_TH) and _runs(x_TH, y_TH) and _are_floats(x_TH, y_TH):
             return pointwise.add(x_TH, y_TH)
         return None
+
+    @override
+    def lora_add(self, x_TI: Tensor, y_TO: Tensor, adapters: Lora, slots_T: Tensor) -> Tensor | None:
+        """Takes matrices and a largest rank that is a power of two."""
+        a, b, rank = adapters.a_SPRI, adapters.b_SRO, adapters.a_SPRI.shape[2]
+        if not (_are_rows(x_TI, y_TO) and _runs(x_TI, y_TO, slots_T) and _are_floats(x_TI, y_TO, a, b)):
+            return None
+        if rank & (rank - 1) or slots_T.dtype != torch.int32 or not slots_T.is_contiguous():
+            return None
+        return lora.lora_add(x_TI, y_TO, adapters, slots_T)
 
     @override
     def pointwise(self, x_TH: Tensor, function: Pointwise, number: float) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from disagg.engine.checkpoint.model_config import AttentionConfig, LatentConfig, ModelConfig
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.batch import Batch
-from disagg.engine.runner.model.ffn import Norms
+from disagg.engine.runner.model.ffn import Norms, beside, with_adapters
 from disagg.engine.runner.model.parameters import LatentParameters, LayerParameters
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.kernels.attention import AttentionProvider
@@ -30,6 +30,7 @@ from disagg.kernels.dispatch import (
     qkv_rope_write,
     rms_norm,
 )
+from disagg.kernels.lora import Lora
 from disagg.kernels.ops import AttentionForm, HeadSquares, LatentWrite, RopeWrite
 
 
@@ -88,9 +89,15 @@ class HeadsAttention(Attention):
     """Attention whose heads have keys and values of their own, or share them in groups."""
 
     def __init__(
-        self, parts: AttentionParts, attention: AttentionConfig, parameters: LayerParameters, cache: LayerCache
+        self,
+        parts: AttentionParts,
+        attention: AttentionConfig,
+        parameters: LayerParameters,
+        cache: LayerCache,
+        lora: Lora | None = None,
     ) -> None:
         """`attention` is the rank's."""
+        self._lora = lora
         local, norms, table = parts.local, parts.norms, parts.ropes.of(attention.rope)
         self._p = parameters
         self._group = cache.group
@@ -116,6 +123,8 @@ class HeadsAttention(Attention):
     def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
         p = self._p
         qkv_TQ = linear(normed_TH, p.qkv_weight_QH, p.qkv_bias_Q)
+        if batch.adapters is not None:
+            qkv_TQ = with_adapters(normed_TH, qkv_TQ, beside(self._lora, batch.adapters.slots_T))
         squares = self._squares(qkv_TQ)
         q_TND = qkv_rope_write(qkv_TQ, batch.positions_T, batch.group(self._group).slot_mapping_T, self._write, squares)
         return self._cached.over(q_TND, batch).reshape(-1, self._attention_size)
@@ -179,11 +188,15 @@ class LatentAttention(Attention):
 
 
 def make_attention(
-    parts: AttentionParts, attention: AttentionConfig, parameters: LayerParameters, cache: LayerCache
+    parts: AttentionParts,
+    attention: AttentionConfig,
+    parameters: LayerParameters,
+    cache: LayerCache,
+    lora: Lora | None = None,
 ) -> Attention:
-    """The attention that a rank's configuration describes."""
+    """The attention that a rank's configuration describes. `lora`: adapters beside q, k and v."""
     if attention.latent is None:
-        return HeadsAttention(parts, attention, parameters, cache)
+        return HeadsAttention(parts, attention, parameters, cache, lora)
     assert parameters.latent is not None, "both are of one layer"
     return LatentAttention(parts, attention, attention.latent, parameters, parameters.latent, cache)
 

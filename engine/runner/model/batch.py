@@ -33,6 +33,15 @@ class WindowBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Slots of the adapters of rows, int32, -1 for the base model."""
+
+    slots_T: Tensor
+    sampled_R: Tensor
+    """Of the rows whose logits are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """`BatchArrays` on a device. Shapes: T tokens, S decoding sequences, M blocks of a table."""
 
@@ -54,6 +63,8 @@ class Batch:
     """Rows whose logits are wanted, int64, ascending; None stands for all rows."""
     windows: tuple[WindowBatch, ...] = ()
     """Of each cache group beside the first."""
+    adapters: AdapterRows | None = None
+    """None where no row has an adapter."""
 
     def group(self, number: int) -> Batch | WindowBatch:
         """What the layers of a cache group read: slot mapping, block tables, and prefills."""
@@ -71,6 +82,9 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
     ]
     if arrays.sample_rows is not None:
         parts.append(arrays.sample_rows)
+    if arrays.adapter_slots_T is not None:
+        rows = slice(None) if arrays.sample_rows is None else arrays.sample_rows
+        parts += [arrays.adapter_slots_T, arrays.adapter_slots_T[rows]]
     places = _places(arrays)
     works = attention.works(places) if places else {}
     if places:
@@ -83,6 +97,7 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
     tensors = iter(_on_device(parts, torch.device(attention.spec.device)))
     ids_T, positions_T, slots_T, tables_SM, lens_S = (next(tensors) for _ in range(5))
     sample_rows = None if arrays.sample_rows is None else next(tensors)
+    adapters = None if arrays.adapter_slots_T is None else AdapterRows(next(tensors), next(tensors))
     prefills, windows = None, []
     numbers: dict[int | None, Tensor] = {}
     if places:
@@ -103,6 +118,7 @@ def to_batch(arrays: BatchArrays, attention: AttentionProvider) -> Batch:
         prefills=prefills,
         sample_rows=sample_rows,
         windows=tuple(windows),
+        adapters=adapters,
     )
 
 

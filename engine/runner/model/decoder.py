@@ -13,14 +13,17 @@ Shapes, on each rank: T tokens, R rows that sample, H hidden, A numbers that att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
+from disagg.engine.runner.adapters import LayerLoras
 from disagg.engine.runner.collectives import Collective
 from disagg.engine.runner.model.attention import AttentionParts, LayerCache, make_attention
 from disagg.engine.runner.model.batch import Batch
-from disagg.engine.runner.model.ffn import ExpertsFfn, Join, Norms, make_ffn, rounded
+from disagg.engine.runner.model.ffn import ExpertsFfn, Join, Norms, beside, make_ffn, rounded
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.parameters import LayerParameters, ModelParameters
 from disagg.engine.runner.model.rope import RopeTables
@@ -35,7 +38,7 @@ class Decoder:
     """The model with its parameters. Stateless but for the KV cache that it was given.
 
     `config` is the whole model's; parameters and cache are those of the collective's rank, or whole without one.
-    `attention` computes that of prompts; None is our own kernels.
+    `attention` computes that of prompts; None is our own kernels. `loras`: slots of adapters in each layer.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Decoder:
         cache: KvCache,
         collective: Collective | None = None,
         attention: AttentionProvider | None = None,
+        loras: Sequence[LayerLoras] | None = None,
     ) -> None:
         shard = WHOLE if collective is None else collective.shard
         local = rank_model(config, shard)
@@ -70,7 +74,13 @@ class Decoder:
         """The same for each cache group, whose layers read other block tables."""
         parts = AttentionParts(config, local, self._norms, ropes, self._prompts, collective)
         self._layers = tuple(
-            _Layer(parts, layer, held, LayerCache(*cache.layer(index), cache.group_of(index)))
+            _Layer(
+                parts,
+                layer,
+                held,
+                LayerCache(*cache.layer(index), cache.group_of(index)),
+                {} if loras is None else loras[index],
+            )
             for index, (layer, held) in enumerate(zip(local.layers, parameters.layers, strict=True))
         )
         multiplier = config.embedding_multiplier
@@ -124,16 +134,18 @@ class Decoder:
         residual_TH = self._embed(batch.token_ids_T)
         normed_TH = self._norms.norm(residual_TH, parameters.layers[0].input_norm_H)
         last = len(self._layers) - 1
+        slots_T = None if batch.adapters is None else batch.adapters.slots_T
         for index, layer in enumerate(self._layers):
             attended_TA = layer.attend(normed_TH, batch)
             if index == last and batch.sample_rows is not None:
                 # From here on rows do not meet any more: the others are done once their KV is written.
                 attended_TA = take_rows(attended_TA, batch.sample_rows)
                 residual_TH = take_rows(residual_TH, batch.sample_rows)
+                slots_T = None if batch.adapters is None else batch.adapters.sampled_R
             if attended_TA.shape[0] == 0:
                 return None
             norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
-            normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H)
+            normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H, slots_T)
         return normed_TH
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
@@ -166,27 +178,37 @@ class _Layer:
     """One layer with its part of the cache, in two halves: attention up to its output projection, and what follows."""
 
     def __init__(
-        self, parts: AttentionParts, layer: LayerConfig, parameters: LayerParameters, cache: LayerCache
+        self,
+        parts: AttentionParts,
+        layer: LayerConfig,
+        parameters: LayerParameters,
+        cache: LayerCache,
+        loras: LayerLoras,
     ) -> None:
         """`layer` is the rank's."""
         norms, multiplier = parts.norms, parts.config.residual_multiplier
         self._p = parameters
-        self._attention = make_attention(parts, layer.attention, parameters, cache)
+        self._attention = make_attention(parts, layer.attention, parameters, cache, loras.get("qkv"))
+        self._o_lora = loras.get("o")
         self._join = Join(norms, parts.collective, parameters.attention_out_norm_H, multiplier)
         self.ffn = make_ffn(
-            layer.ffn, parameters.ffn, Join(norms, parts.collective, parameters.ffn_out_norm_H, multiplier)
+            layer.ffn, parameters.ffn, Join(norms, parts.collective, parameters.ffn_out_norm_H, multiplier), loras
         )
 
     def attend(self, normed_TH: Tensor, batch: Batch) -> Tensor:
         """Write the tokens' KV, then attend; [T, A]."""
         return self._attention.attend(normed_TH, batch)
 
-    def transform(self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    def transform(
+        self, attended_TA: Tensor, residual_TH: Tensor, next_norm_H: Tensor | None, slots_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Output projection and feed-forward network, each added to the residual stream; that stream's norm, and the
-        stream."""
-        p = self._p
-        normed_TH, residual_TH = self._join.project(attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.ffn_norm_H)
-        return self.ffn.transform(normed_TH, residual_TH, next_norm_H)
+        stream. `slots` are those of the rows' adapters."""
+        p, adapters = self._p, beside(self._o_lora, slots_T)
+        normed_TH, residual_TH = self._join.project(
+            attended_TA, p.o_weight_HA, p.o_bias_H, residual_TH, p.ffn_norm_H, adapters
+        )
+        return self.ffn.transform(normed_TH, residual_TH, next_norm_H, slots_T)
 
 
 def attention_spec(local: ModelConfig, *, device: str, dtype: str, kv_dtype: str, block_size: int) -> AttentionSpec:

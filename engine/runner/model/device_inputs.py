@@ -9,7 +9,7 @@ two steps ahead, until the memory that it is about to overwrite was read. Tokens
 because the step that samples them was only queued, are put in their rows on the device.
 
 Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, slots of each window 8n,
-context lengths 4n, then the tables [G, bucket, W], W blocks wide as the step needs them, int32, of G cache groups.
+context lengths 4n, slots of adapters 4n, then the tables [G, bucket, W], W blocks wide as the step needs them, int32, of G cache groups.
 
 Shapes: S sequences of a bucket, M blocks of the widest table, W of the step's widest.
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disagg.engine.batch_arrays import I64, BatchArrays
-from disagg.engine.runner.model.batch import Batch, WindowBatch
+from disagg.engine.runner.model.batch import AdapterRows, Batch, WindowBatch
 from disagg.kernels.cuda_graph import bucket_sizes
 
 _cuda: Any = torch.cuda
@@ -101,8 +101,9 @@ class Mark:
 
 PADDING_SLOT = -1
 NO_SOURCE = -1
+NO_ADAPTER = -1
 
-_ROW_BYTES, _WINDOW_ROW_BYTES = 36, 8
+_ROW_BYTES, _WINDOW_ROW_BYTES = 40, 8
 """Bytes of a row without its block tables, and of what it has beside for each window."""
 
 
@@ -133,9 +134,11 @@ class DeviceStepInputs:
         """Rows of the step that computes `num_seqs` sequences; None where that is more than the largest."""
         return next((size for size in self.sizes if size >= num_seqs), None)
 
-    def batch(self, bucket: int) -> Batch:
-        """The tensors that a captured step of this size reads, always the same ones."""
+    def batch(self, bucket: int, *, has_adapters: bool = False) -> Batch:
+        """The tensors that a captured step of this size reads, always the same ones. `has_adapters`: some rows may have
+        an adapter."""
         rows = self._rows
+        adapter_slots_S = rows.adapter_slots[:bucket]
         return Batch(
             token_ids_T=rows.ids[:bucket],
             positions_T=rows.positions[:bucket],
@@ -149,6 +152,7 @@ class DeviceStepInputs:
                 WindowBatch(rows.window_slots[number, :bucket], self._tables_GSM[1 + number, :bucket], None)
                 for number in range(self._num_groups - 1)
             ),
+            adapters=AdapterRows(adapter_slots_S, adapter_slots_S) if has_adapters else None,
         )
 
     def fill(self, arrays: BatchArrays, pending: Pending | None = None) -> int:
@@ -162,6 +166,7 @@ class DeviceStepInputs:
         host.slots[:num_seqs] = arrays.slot_mapping_T
         host.sources[:num_seqs] = NO_SOURCE if pending is None else pending.sources_S
         host.lens[:num_seqs] = arrays.context_lens_S
+        host.adapter_slots[:num_seqs] = NO_ADAPTER if arrays.adapter_slots_T is None else arrays.adapter_slots_T
         for number, window in enumerate(arrays.windows):
             host.window_slots[number, :num_seqs] = window.slot_mapping_T
         tables_GSW = host.tables[: self._num_groups * bucket * width].reshape(self._num_groups, bucket, width)
@@ -205,6 +210,7 @@ class _Rows(NamedTuple):
     sources: Any
     window_slots: Any
     lens: Any
+    adapter_slots: Any
     tables: Any
 
     def pad(self, first: int, last: int) -> None:
@@ -215,6 +221,7 @@ class _Rows(NamedTuple):
         self.window_slots[:, first:last] = PADDING_SLOT
         self.sources[first:last] = NO_SOURCE
         self.lens[first:last] = 0
+        self.adapter_slots[first:last] = NO_ADAPTER
 
 
 def _views(memory: Tensor, most: int, num_windows: int) -> tuple[Tensor, ...]:
@@ -222,4 +229,10 @@ def _views(memory: Tensor, most: int, num_windows: int) -> tuple[Tensor, ...]:
     nbytes = 8 * (4 + num_windows) * most
     numbers, rest = memory[:nbytes].view(torch.int64), memory[nbytes:].view(torch.int32)
     window_slots = numbers[4 * most :].view(num_windows, most)
-    return (*(numbers[most * i : most * (i + 1)] for i in range(4)), window_slots, rest[:most], rest[most:])
+    return (
+        *(numbers[most * i : most * (i + 1)] for i in range(4)),
+        window_slots,
+        rest[:most],
+        rest[most : 2 * most],
+        rest[2 * most :],
+    )

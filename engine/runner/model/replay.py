@@ -6,6 +6,8 @@ Python between the ops. A step with prompts, or one of more sequences than there
 decoder directly: its shapes do not recur. On a CPU its ops are recorded first and then computed together
 (`Capturer.compute`).
 
+A step in which rows have adapters is another capture, with the ops for them; its other rows have the same bits.
+
 The first step of S sequences is computed and captured at once; later ones are replayed. Where a capture fails,
 because an op of the model cannot be captured, a warning is logged once, and from then on the decoder computes every
 step op by op.
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from disagg.engine.batch_arrays import BatchArrays
-from disagg.engine.runner.model.batch import Batch, WindowBatch, to_batch
+from disagg.engine.runner.model.batch import AdapterRows, Batch, WindowBatch, to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.device_inputs import DeviceStepInputs, Pending
 from disagg.kernels.capture import Captured, CaptureError, Capturer
@@ -49,6 +51,8 @@ class StepInputs:
         self._slot_mapping_S = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._block_tables_SM = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self._context_lens_S = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._adapter_slots_S = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self._adapter_slots = self._adapter_slots_S.numpy()
         self._token_ids = self._token_ids_S.numpy()
         self._positions = self._positions_S.numpy()
         self._slot_mapping = self._slot_mapping_S.numpy()
@@ -62,8 +66,10 @@ class StepInputs:
             (window.slot_mapping_T.numpy(), window.block_tables_SM.numpy()) for window in self._windows
         )
 
-    def batch(self, num_seqs: int) -> Batch:
-        """The first rows; tables are of full width, whatever the sequences need."""
+    def batch(self, num_seqs: int, *, has_adapters: bool = False) -> Batch:
+        """The first rows; tables are of full width, whatever the sequences need. `has_adapters`: some of them may have
+        an adapter."""
+        slots_S = self._adapter_slots_S[:num_seqs]
         return Batch(
             token_ids_T=self._token_ids_S[:num_seqs],
             positions_T=self._positions_S[:num_seqs],
@@ -77,6 +83,7 @@ class StepInputs:
                 WindowBatch(window.slot_mapping_T[:num_seqs], window.block_tables_SM[:num_seqs], None)
                 for window in self._windows
             ),
+            adapters=AdapterRows(slots_S, slots_S) if has_adapters else None,
         )
 
     def bucket(self, num_seqs: int) -> int | None:
@@ -91,6 +98,8 @@ class StepInputs:
         self._slot_mapping[:num_seqs] = arrays.slot_mapping_T
         self._block_tables[:num_seqs, :num_blocks] = arrays.block_tables_SM
         self._context_lens[:num_seqs] = arrays.context_lens_S
+        if arrays.adapter_slots_T is not None:
+            self._adapter_slots[:num_seqs] = arrays.adapter_slots_T
         for (slots, tables), window in zip(self._window_arrays, arrays.windows, strict=True):
             slots[:num_seqs] = window.slot_mapping_T
             tables[:num_seqs, :num_blocks] = window.block_tables_SM
@@ -122,10 +131,14 @@ class ReplayedDecoder:
         max_blocks: int,
         device: torch.device,
         num_windows: int = 0,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._captured: dict[int, Captured[Scored]] = {}
+        self._has_adapters = has_adapters
+        self._captured: dict[tuple[int, bool], Captured[Scored]] = {}
+        """By number of rows, and whether some may have an adapter."""
         self._failed = ""
         """Reason why nothing is captured any more, or empty."""
         self._capturer: Capturer | None = None
@@ -153,8 +166,12 @@ class ReplayedDecoder:
         computed equally often, so that the ranks of a worker stay together."""
         assert self._capturer is not None
         assert isinstance(self._inputs, DeviceStepInputs)
-        self._inputs.fill_padding(bucket)
-        self._capture(self._capturer, bucket)
+        for has_adapters in (False, True) if self._has_adapters else (False,):
+            self._inputs.fill_padding(bucket)
+            if self._capturer is None:
+                self._scored(self._inputs.batch(bucket, has_adapters=has_adapters))
+            else:
+                self._capture(self._capturer, bucket, has_adapters=has_adapters)
         return self._failed
 
     def drop(self) -> None:
@@ -178,7 +195,7 @@ class ReplayedDecoder:
         num_seqs = arrays.num_decodes
         if self._capturer is None or arrays.prefills or not num_seqs or self._inputs.bucket(num_seqs) is None:
             return Scored(self._computed(to_batch(arrays, self._decoder.attention)), None)
-        return self._replay(self._capturer, self._inputs.fill(arrays)).first(num_seqs)
+        return self._replay(self._capturer, self._inputs.fill(arrays), arrays).first(num_seqs)
 
     def hidden(self, arrays: BatchArrays, *, with_logits: bool) -> tuple[Tensor, Tensor]:
         """As `Decoder.hidden`. Good until the next step."""
@@ -196,7 +213,7 @@ class ReplayedDecoder:
         """A step of decodes, some tokens of which may be known on the device only. Nothing waits for the device."""
         assert self._capturer is not None
         assert isinstance(self._inputs, DeviceStepInputs)
-        return self._replay(self._capturer, self._inputs.fill(arrays, pending)).first(arrays.num_decodes)
+        return self._replay(self._capturer, self._inputs.fill(arrays, pending), arrays).first(arrays.num_decodes)
 
     def _computed(self, batch: Batch) -> Tensor:
         """Logits of a step that is computed once."""
@@ -207,15 +224,18 @@ class ReplayedDecoder:
                 self._disable_capture(error)
         return _logits(self._decoder, batch)
 
-    def _replay(self, capturer: Capturer, bucket: int) -> Scored:
-        captured = self._captured.get(bucket)
-        return self._capture(capturer, bucket) if captured is None else captured.replay()
+    def _replay(self, capturer: Capturer, bucket: int, arrays: BatchArrays) -> Scored:
+        has_adapters = arrays.adapter_slots_T is not None
+        captured = self._captured.get((bucket, has_adapters))
+        if captured is None:
+            return self._capture(capturer, bucket, has_adapters=has_adapters)
+        return captured.replay()
 
-    def _capture(self, capturer: Capturer, num_seqs: int) -> Scored:
+    def _capture(self, capturer: Capturer, num_seqs: int, *, has_adapters: bool) -> Scored:
         """Compute what the inputs hold, and keep how."""
-        batch = self._inputs.batch(num_seqs)
+        batch = self._inputs.batch(num_seqs, has_adapters=has_adapters)
         try:
-            scored, self._captured[num_seqs] = capturer.capture(lambda: self._scored(batch))
+            scored, self._captured[num_seqs, has_adapters] = capturer.capture(lambda: self._scored(batch))
         except CaptureError as error:
             self._disable_capture(error)
             return self._scored(batch)  # what was computed before it failed is computed again
@@ -231,11 +251,11 @@ class ReplayedDecoder:
         return Scored(logits_SV, argmax_rows(logits_SV, self._vocab_size) if logits_SV.numel() else None)
 
 
-def _kind(batch: Batch) -> tuple[bool, bool, bool | None]:
+def _kind(batch: Batch) -> tuple[bool, bool, bool | None, bool]:
     """Steps of one kind take the same ops, whatever rows and chunks there are."""
     samples = None if batch.sample_rows is None else len(batch.sample_rows) > 0
     num_chunks = 0 if batch.prefills is None else len(batch.prefills.chunks)
-    return batch.num_decodes > 0, num_chunks > 1, samples
+    return batch.num_decodes > 0, num_chunks > 1, samples, batch.adapters is not None
 
 
 def _logits(decoder: Decoder, batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from disagg.kernels import reference
+from disagg.kernels.lora import allocate_lora
 from disagg.kernels.ops import AttentionForm, LatentWrite, PrefillChunk, Prefills, RopeWrite
 
 T, N, K, D, BLOCK, NUM_BLOCKS = 4, 4, 2, 16, 8, 5
@@ -105,6 +106,12 @@ STAND_INS: dict[str, Callable[[], object]] = {
     "rms_norm": lambda: reference.rms_norm(torch.ones(T, D), torch.ones(D), 1e-5),
     "add_rms_norm": lambda: reference.add_rms_norm(torch.ones(T, D), torch.ones(T, D), torch.ones(D), 1e-5),
     "add": lambda: reference.add(torch.ones(T, D), torch.ones(T, D)),
+    "lora_add": lambda: reference.lora_add(
+        torch.ones(T, D),
+        torch.ones(T, D),
+        allocate_lora(2, 16, D, (D,), torch.float32, torch.device("cpu")),
+        torch.ones(T, dtype=torch.int32),
+    ),
     "pointwise": lambda: reference.pointwise(torch.ones(T, D), "soft_cap", 2.0),
     "silu_mul": lambda: reference.silu_mul(torch.ones(T, 2 * D)),
     "gelu_tanh_mul": lambda: reference.gelu_tanh_mul(torch.ones(T, 2 * D)),

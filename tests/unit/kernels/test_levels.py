@@ -12,6 +12,7 @@ from disagg.kernels import dispatch
 from disagg.kernels.cpu import build
 from disagg.kernels.cpu.linear import NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
+from disagg.kernels.lora import allocate_lora
 from disagg.kernels.ops import AttentionForm, Pointwise, RopeWrite
 from disagg.kernels.quantize import quantize_int8
 from tests.support.paged import prompts
@@ -95,6 +96,10 @@ def results(native: NativeOps, products: NativeLinear, dtype: torch.dtype) -> li
     found += native.add_rms_norm(x, x.flip(0), x[1], 1e-5) or [None]
     found += [native.rms_norm(x, x[0], 1e-5, True), native.gelu_tanh_mul(4 * x), native.add(x, x.flip(0))]
     found += [native.pointwise(4 * x, function, 1.7) for function in get_args(Pointwise)]
+    lora = allocate_lora(2, 20, 90, (50, 40), dtype, torch.device("cpu"))
+    lora.a_SPRI.copy_(of(12, *lora.a_SPRI.shape)), lora.b_SRO.copy_(of(13, *lora.b_SRO.shape))
+    lora.ranks_SP.copy_(torch.tensor([[20, 7], [0, 13]])), lora.scales_SP.copy_(torch.tensor([[0.3, 2.0], [1.0, 0.7]]))
+    found.append(native.lora_add(x, x.flip(0).clone(), lora, torch.arange(9, dtype=torch.int32) % 3 - 1))
     keys, values = of(4, 40, KV_HEADS, BLOCK, DIM), of(5, 40, KV_HEADS, BLOCK, DIM)
     table = of(6, 700, DIM)
     qkv, slots = of(7, 5, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(5)

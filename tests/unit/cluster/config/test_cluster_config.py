@@ -27,8 +27,8 @@ POOL_KEYS = (
     "max_num_seqs, cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
-    "model, kernels, gateway, mode, pools, models, placement, slo, network, controller, kv_cache, transfer, recovery, "
-    "ray, autoscaler, metrics, logging"
+    "model, kernels, gateway, mode, pools, adapters, models, placement, slo, network, controller, kv_cache, transfer, "
+    "recovery, ray, autoscaler, metrics, logging"
 )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels import reference
+from disagg.kernels.lora import allocate_lora
 from disagg.kernels.ops import HeadSquares, Pointwise, RopeWrite
 from disagg.kernels.triton import rope_write
 from disagg.kernels.triton.ops import TritonOps
@@ -85,6 +86,17 @@ def test_silu_mul(ops: TritonOps, dtype: torch.dtype) -> None:
     gate_up = random(2, 2 * 1030, dtype=dtype) * 8
     gate_up[0, 0], gate_up[0, 1] = -80.0, 80.0
     assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@DTYPES
+def test_rows_get_what_their_own_adapter_adds(ops: TritonOps, dtype: torch.dtype) -> None:
+    lora = allocate_lora(2, 16, 150, (130, 40, 30), dtype, torch.device("cpu"))
+    lora.a_SPRI.copy_(random(*lora.a_SPRI.shape, dtype=dtype) / 10)
+    lora.b_SRO.copy_(random(*lora.b_SRO.shape, dtype=dtype) / 10)
+    lora.ranks_SP.copy_(torch.tensor([[3, 16, 9], [0, 5, 0]]))
+    lora.scales_SP.copy_(torch.tensor([[0.5, 2.0, 1.0], [1.0, 3.0, 1.0]]))
+    x, y, slots = random(4, 150, dtype=dtype), random(4, 200, dtype=dtype), torch.tensor([0, -1, 1, 0]).int()
+    assert_close(ops.lora_add(x, y.clone(), lora, slots), reference.lora_add(x, y.clone(), lora, slots))
 
 
 def test_embed_takes_ids_outside_the_table_as_zeros(ops: TritonOps) -> None:

@@ -109,6 +109,11 @@ def product_case(rows: int, gather: int) -> Case:
     return case("experts", "_product_kernel", arguments, 4, types, **sizes)
 
 
+LORA_TYPES = {
+    **dict.fromkeys(("hidden_ptr", "scales_ptr"), "*fp32"),
+    **dict.fromkeys(("ranks_ptr", "slots_ptr"), "*i32"),
+}
+
 CASES = [
     case("norm", "_rms_norm_kernel", "x_ptr weight_ptr out_ptr num_rows heads token_stride head_stride eps", 8,
          SIZE=4096, ROWS=1, BLOCK=4096, PLUS_ONE=0),
@@ -118,6 +123,10 @@ CASES = [
     case("silu", "_silu_mul_kernel", "gate_up_ptr out_ptr row_stride features", 4, BLOCK=1024, GELU=1),
     case("pointwise", "_pointwise_kernel", "x_ptr out_ptr row_stride features number", 4, BLOCK=1024, FUNCTION=2),
     case("pointwise", "_add_kernel", "x_ptr y_ptr out_ptr x_stride y_stride features", 4, BLOCK=1024),
+    case("lora", "_shrink_kernel", "x_ptr a_ptr ranks_ptr slots_ptr hidden_ptr x_stride inputs", 4, LORA_TYPES, PARTS=3,
+         RANK=64, BLOCK=128),
+    case("lora", "_expand_kernel", "hidden_ptr b_ptr ranks_ptr scales_ptr slots_ptr y_ptr y_stride outputs first_end "
+         "second_end", 4, LORA_TYPES, PARTS=3, RANK=64, BLOCK=128),
     case("embed", "_embed_kernel", "ids_ptr table_ptr out_ptr vocab_size row_stride hidden", 4, BLOCK=1024),
     case("argmax", "_chunk_kernel", "logits_ptr best_ptr ids_ptr vocab_size row_stride", 8,
          {"best_ptr": "*fp32", "ids_ptr": "*i32"}, CHUNK=4096),
