@@ -22,6 +22,7 @@ holds its heads only, and reads back only those.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import pairwise
@@ -30,15 +31,26 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from disagg.engine.adapters.folder import check_config
 from disagg.engine.batch_arrays import BatchArrays, BatchBuilder
 from disagg.engine.cache_groups import LayerKv, layout_of
+from disagg.engine.config import AdapterOptions
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
-from disagg.engine.plan import Buffer, ModelRunner, ScheduledSequence, StepPlan, StepQueue, StepResult, WarmUp
+from disagg.engine.plan import (
+    Buffer,
+    LoadedAdapter,
+    ModelRunner,
+    ScheduledSequence,
+    StepPlan,
+    StepQueue,
+    StepResult,
+    WarmUp,
+)
 from disagg.engine.randomness import first_outputs
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import Pooling, TokenLogprobs
+from disagg.proto.messages import Adapter, Pooling, TokenLogprobs
 from disagg.proto.splitmix import splitmix64
 
 FAKE_FINGERPRINT = "fake"
@@ -47,6 +59,7 @@ FAKE_HIDDEN_SIZE = 16
 """Numbers of a vector of a pooled request."""
 
 _LARGEST_RANK = 50
+_LARGEST_ADAPTER = 64 << 20
 _HEAD_BYTES_PER_TOKEN = 8
 _HEAD_SHIFT = 0x9E3779B1
 _UNWRITTEN = 0xFFFFFFFF
@@ -68,6 +81,7 @@ class FakeModelRunner(ModelRunner):
         num_kv_heads: of the whole model.
         windows: of each cache group beside the first, its window in tokens and its number of blocks.
         shard: which rank it is; its pages hold that rank's heads.
+        adapters: folder of adapters, whose fingerprints change what is written and what follows.
 
     Raises:
         ValueError: if `vocab_size` or `num_kv_heads` is not positive, or the heads cannot be divided among the ranks.
@@ -91,6 +105,7 @@ class FakeModelRunner(ModelRunner):
         num_kv_heads: int = 1,
         windows: Seq[tuple[int, int]] = (),
         shard: Shard = WHOLE,
+        adapters: AdapterOptions | None = None,
     ) -> None:
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be positive, not {vocab_size}")
@@ -110,7 +125,10 @@ class FakeModelRunner(ModelRunner):
         self.layout = layout_of(layers, "fake", _HEAD_BYTES_PER_TOKEN / 2)
         self._step_time_s = step_time_s
         self._sleep = sleep
-        self._batches = BatchBuilder(block_size, max_model_len, len(self.windows))
+        self._batches = BatchBuilder(block_size, max_model_len, len(self.windows), has_adapters=adapters is not None)
+        self._adapters = adapters
+        self._words_S: U32 = np.zeros(1 + (0 if adapters is None else adapters.max_loaded), dtype=np.uint32)
+        """Of the adapter in each slot a number that is added to each word; the last one is the base model's, 0."""
         heads = shard.kv_heads(num_kv_heads)
         shifts_H1 = [[head * _HEAD_SHIFT % (1 << 32)] for head in heads]
         self._shift_H1: U32 = np.array(shifts_H1, dtype=np.uint32)
@@ -127,7 +145,8 @@ class FakeModelRunner(ModelRunner):
         for entry in plan.entries:
             end = entry.start + entry.num_tokens
             known = entry.drafts[-1:] or entry.sequence.token_ids[entry.start : end]
-            token_ids, positions = np.array(known, dtype=np.uint32), np.arange(entry.start, end, dtype=np.uint32)
+            positions = np.arange(entry.start, end, dtype=np.uint32)
+            token_ids = np.array(known, dtype=np.uint32) + self._words_S[entry.sequence.adapter_slot]
             for group in range(len(self._group_pages)):
                 blocks, offsets = self._slots(entry.sequence.table_of(group), entry.start, end)
                 self._write(group, blocks, offsets, token_ids, positions)
@@ -182,9 +201,26 @@ class FakeModelRunner(ModelRunner):
     def compute(self, arrays: BatchArrays) -> None:
         """Write the tokens to this rank's pages."""
         token_ids, positions = arrays.token_ids_T.astype(np.uint32), arrays.positions_T.astype(np.uint32)
+        if arrays.adapter_slots_T is not None:
+            token_ids += self._words_S[arrays.adapter_slots_T]
         for group, slots_T in enumerate((arrays.slot_mapping_T, *(each.slot_mapping_T for each in arrays.windows))):
             blocks, offsets = np.divmod(slots_T, self.block_size)
             self._write(group, blocks, offsets, token_ids, positions)
+
+    # ------------------------------------------------------------ adapters
+
+    @override
+    def read_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        """Of any model."""
+        assert self._adapters is not None, "there is a folder of adapters"
+        folder, most = self._adapters.folder, _LARGEST_ADAPTER
+        found = check_config(folder, adapter.path, self._adapters.max_rank, most, adapter.fingerprint)
+        return LoadedAdapter(fingerprint=found[0], num_bytes=found[1], content=found[0])
+
+    @override
+    def put_adapter(self, slot: int, loaded: LoadedAdapter) -> None:
+        """What was there is gone."""
+        self._words_S[slot] = adapter_word(loaded.content)
 
     # ------------------------------------------------------------ KV in and out
 
@@ -254,27 +290,33 @@ class FakeModelRunner(ModelRunner):
     def _digest(self, entry: ScheduledSequence) -> int:
         """The vector of all tokens up to the end of an entry, as they are in the pages."""
         num_tokens = entry.start + entry.num_tokens
-        digest = self._digest_of_group(0, entry.sequence.block_table, 0, num_tokens)
+        word = self._words_S[entry.sequence.adapter_slot]
+        digest = self._digest_of_group(0, entry.sequence.block_table, 0, num_tokens, word) + int(word)
         for group, window in enumerate(self.windows, start=1):
             first = max(0, num_tokens - window)
-            seen = self._digest_of_group(group, entry.sequence.table_of(group), first, num_tokens)
+            seen = self._digest_of_group(group, entry.sequence.table_of(group), first, num_tokens, word)
             digest += _WINDOW_FACTOR**group * seen
         return digest
 
-    def _digest_of_group(self, group: int, block_table: Seq[int], start: int, end: int) -> int:
+    def _digest_of_group(self, group: int, block_table: Seq[int], start: int, end: int, word: np.uint32) -> int:
         first_block = start // self.block_size
         blocks = block_table[first_block : -(-end // self.block_size)]
         pages_2HMB = self._group_pages[group].take(blocks, axis=2)
         first, last = start - first_block * self.block_size, end - first_block * self.block_size
         words_2HT = pages_2HMB.reshape(2, len(self._shift_H1), -1)[:, :, first:last] - self._shift_H1
         # Heads that agree, as they should, count once.
-        return sum(set(_digests(words_2HT[0], words_2HT[1], start).tolist()))
+        return sum(set(_digests(words_2HT[0] - word, words_2HT[1], start).tolist()))
 
     def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
         first_block = start // self.block_size
         blocks = np.array(block_table[first_block : -(-end // self.block_size)], dtype=np.int64)
         slots = np.arange(start, end)
         return blocks[slots // self.block_size - first_block], slots % self.block_size
+
+
+def adapter_word(fingerprint: str) -> int:
+    """The number of 32 bits by which an adapter changes words and digests; 0 for none."""
+    return zlib.crc32(fingerprint.encode()) if fingerprint else 0
 
 
 def _payloads(buffer: Buffer, slices: tuple[range, ...], num_tokens: int) -> Iterator[tuple[slice, U32]]:
@@ -296,14 +338,15 @@ def fake_generate(
     vocab_size: int = DEFAULT_VOCAB_SIZE,
     logit_bias: Seq[tuple[int, float]] = (),
     windows: Seq[int] = (),
+    adapter: str = "",
 ) -> list[int]:
     """The tokens that a `FakeModelRunner` with these windows must answer to a prompt, whoever computes it and however
-    it is cut."""
+    it is cut. `adapter`: fingerprint of its adapter, if it has one."""
     words = [_digest_of_one(token_id, position) for position, token_id in enumerate(prompt_token_ids)]
     digests = [sum(words), *(sum(words[max(0, len(words) - window) :]) for window in windows)]
     output: list[int] = []
     for position in range(len(prompt_token_ids), len(prompt_token_ids) + num_tokens):
-        digest = sum([_WINDOW_FACTOR**group * each for group, each in enumerate(digests)])
+        digest = adapter_word(adapter) + sum([_WINDOW_FACTOR**group * each for group, each in enumerate(digests)])
         output.append(_with_bias(_token_of(digest, vocab_size), logit_bias, vocab_size))
         words.append(_digest_of_one(output[-1], position))
         digests[0] += words[-1]

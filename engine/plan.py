@@ -243,11 +243,11 @@ class ModelRunner(Protocol):
         Raises:
             AdapterError: it cannot be used, or its fingerprint is not the one that `adapter` has, if it has one.
         """
-        raise NotImplementedError
+        raise InternalError("this runner takes no adapters")
 
     def put_adapter(self, slot: int, loaded: LoadedAdapter) -> None:
         """Write what was read into a slot, between two steps."""
-        raise NotImplementedError
+        raise InternalError("this runner takes no adapters")
 
     @property
     def step_queue(self) -> StepQueue | None:

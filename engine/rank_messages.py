@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.engine.batch_arrays import I32, I64, BatchArrays, ChunkArrays, WindowArrays
-from disagg.proto.messages import Message
+from disagg.proto.messages import Adapter, Message
 
 
 class Join(Message, frozen=True, kw_only=True, tag=True):
@@ -58,6 +58,21 @@ class WindowStep(Message, frozen=True, kw_only=True):
     """As in `Step`, and of the same width."""
     prefill_tables: tuple[bytes, ...]
     """Block table of each chunk, int32."""
+
+
+class ReadAdapter(Message, frozen=True, kw_only=True, tag=True):
+    """Read an adapter, on a thread beside the engine's, and keep it for `PutAdapter`. Not ok where it cannot be used:
+    the error begins with the fault and a colon."""
+
+    call: int
+    adapter: Adapter
+
+
+class PutAdapter(Message, frozen=True, kw_only=True, tag=True):
+    """Write an adapter that was read into a slot, between two steps."""
+
+    slot: int
+    fingerprint: str
 
 
 class Step(Message, frozen=True, kw_only=True, tag=True):
@@ -197,11 +212,11 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """End in an orderly way."""
 
 
-EngineCommand = Step | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
+EngineCommand = Step | PutAdapter | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
 TransportCommand = OpenPair | SendPart | ReceivePart | ClosePair
-RankCall = Capture | GatherPart | ScatterPart | TransportCommand
+RankCall = Capture | ReadAdapter | GatherPart | ScatterPart | TransportCommand
 """Commands that are answered by a `Done`."""
-RankCommand = Begin | EngineCommand | TransportCommand | FreeBuffer | Stop
+RankCommand = Begin | EngineCommand | ReadAdapter | TransportCommand | FreeBuffer | Stop
 Answer = Join | Posted | Done | Failed
 
 

@@ -17,6 +17,7 @@ from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import ModelRunner
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.engine.start_stages import OnStage, no_stages
+from disagg.proto.errors import ConfigError
 
 if TYPE_CHECKING:
     from disagg.engine.io.rendezvous import RendezvousServer
@@ -44,12 +45,16 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
             block_size=config.block_size,
             max_model_len=config.max_model_len or 4096,
             shard=shard,
+            adapters=config.adapters,
         )
     on_stage("libraries")
     from disagg.engine.runner.model_runner import TorchModelRunner
 
     if read_model_config(config.model_path).encoder is not None:
         from disagg.engine.runner.encoder import EncoderRunner
+
+        if config.adapters is not None:
+            raise ConfigError("adapters: are for models that decode")
 
         return EncoderRunner(config)
     runner = TorchModelRunner(config, shard, on_stage)

@@ -28,6 +28,7 @@ from disagg.connections.shell.connection import Connection, ConnectionFailedErro
 from disagg.connections.shell.handshake import NONCE_BYTES, answer
 from disagg.engine.config import WorkerConfig
 from disagg.engine.kv_transfer.transport import Checksum
+from disagg.engine.parallel.adapters import KeptAdapters
 from disagg.engine.parallel.factories import join_collective, make_runner
 from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
 from disagg.engine.parallel.staging import StagingParts
@@ -45,7 +46,9 @@ from disagg.engine.rank_messages import (
     GatherPart,
     Join,
     Posted,
+    PutAdapter,
     RankCommand,
+    ReadAdapter,
     ScatterPart,
     Step,
     Stop,
@@ -135,6 +138,7 @@ class Follower:
         self._returned = threading.Event()
         self._staging: StagingParts | None = None
         self._transports: RankTransports | None = None
+        self._adapters: KeptAdapters | None = None
 
     def serve(self) -> int:
         """Load, join, and carry out commands until the worker ends; the exit status."""
@@ -161,13 +165,14 @@ class Follower:
         join = Join(
             rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )
+        self._adapters = KeptAdapters(runner, self._answer)
         self._connection.send(join)
         try:
-            return self._follow(runner, self._staging)
+            return self._follow(runner, self._staging, self._adapters)
         finally:
             runner.drop_captures()  # the end of the process would wait for them, as `Collective.close` does
 
-    def _follow(self, runner: ShardRunner, staging: StagingParts) -> int:
+    def _follow(self, runner: ShardRunner, staging: StagingParts, adapters: KeptAdapters) -> int:
         while (command := self._commands.get()) is not None:
             match command:
                 case Begin():
@@ -181,6 +186,8 @@ class Follower:
                     self._answer(Done(call=command.call, ok=not error, error=error))
                 case DropCaptures():
                     runner.drop_captures()
+                case PutAdapter():
+                    runner.put_adapter(command.slot, adapters.take(command.fingerprint))
                 case ClearBuffer():
                     staging(command.buffer, command.buffer_bytes)[:] = 0
                 case GatherPart() | ScatterPart():
@@ -217,7 +224,21 @@ class Follower:
             case FreeBuffer():
                 if self._staging is not None:
                     self._staging.free(command.buffer)
-            case Begin() | Stop() | Step() | Capture() | DropCaptures() | GatherPart() | ScatterPart() | ClearBuffer():
+            case ReadAdapter():
+                if self._adapters is None:
+                    raise ValueError("a command for adapters came before this rank has joined")
+                self._adapters.read(command)
+            case (
+                Begin()
+                | Stop()
+                | Step()
+                | PutAdapter()
+                | Capture()
+                | DropCaptures()
+                | GatherPart()
+                | ScatterPart()
+                | ClearBuffer()
+            ):
                 self._commands.put(command)
             case _:
                 self._on_transport_command(command)

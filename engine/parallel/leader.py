@@ -22,10 +22,12 @@ from typing import TypeVar
 import numpy as np
 from typing_extensions import override
 
+from disagg.engine.adapters.folder import AdapterError
+from disagg.engine.parallel.adapters import rank_fault
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
 from disagg.engine.parallel.staging import GroupBuffer
-from disagg.engine.plan import ModelRunner, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.rank_messages import (
     Capture,
     ClearBuffer,
@@ -33,12 +35,14 @@ from disagg.engine.rank_messages import (
     DropCaptures,
     FreeBuffer,
     GatherPart,
+    PutAdapter,
     RankCall,
+    ReadAdapter,
     ScatterPart,
     encode_step,
 )
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
-from disagg.proto.messages import BufferSize
+from disagg.proto.messages import Adapter, BufferSize
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
 
@@ -126,6 +130,29 @@ class GroupRunner(ModelRunner):
                 self._local.drop_captures()
                 self._followers.broadcast(DropCaptures())
                 return
+
+    # ------------------------------------------------------------ adapters
+
+    @override
+    def read_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        """Each rank reads its own part, all at a time."""
+        ranks = list(range(1, self.tp))
+        answers = _Answers(ranks)
+        for rank in ranks:
+            self._followers.call(rank, ReadAdapter(call=0, adapter=adapter), answers.reply_of(rank))
+        loaded = self._local.read_adapter(adapter)
+        done = answers.wait(COPY_TIMEOUT_S)
+        for rank in ranks:
+            if rank not in done:
+                raise AdapterError("missing", f"rank {rank} did not read it in {COPY_TIMEOUT_S:.0f} s")
+            if not done[rank].ok:
+                raise rank_fault(rank, done[rank].error)
+        return loaded
+
+    @override
+    def put_adapter(self, slot: int, loaded: LoadedAdapter) -> None:
+        self._followers.broadcast(PutAdapter(slot=slot, fingerprint=loaded.fingerprint))
+        self._local.put_adapter(slot, loaded)
 
     # ------------------------------------------------------------ staging
 

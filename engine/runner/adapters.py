@@ -126,9 +126,7 @@ class AdapterSlots:
             own = None if logical is None else logical.removesuffix(".weight")
             module = None if own is None else self._modules.get(own)
             if own is None or module is None:
-                what = (
-                    "adapters of experts are not supported" if "expert" in stored else "no such module can be changed"
-                )
+                what = "adapters of experts are not supported" if "expert" in stored else "it has no such module"
                 raise AdapterError("content", f"tensor {a_name} maps to nothing of {self._config.architecture}: {what}")
             if own in parts:
                 raise AdapterError("content", f"tensor {a_name}: another one is {own}, too")

@@ -27,7 +27,7 @@ from disagg.engine.core.reports import EngineTotals
 from disagg.engine.shell.copy_watch import CopyWatch
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import KvEvent, Load, StepSample
+from disagg.proto.messages import AdapterState, KvEvent, Load, StepSample
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,6 +61,8 @@ class Batch:
     """Totals as of this batch."""
     added: tuple[AttemptKey, ...] = ()
     """Sequences that `load` counts and that of no earlier batch did; they may have ended meanwhile."""
+    adapters: tuple[AdapterState, ...] = ()
+    """Adapters that are loaded."""
     idle_step: StepSample | None = None
     """Idle step, without sequences; see `core/idle_steps.py`."""
 
@@ -220,7 +222,8 @@ class EngineThread:
         now = self._clock()
         step = plan.measured((now - began) * 1e3) if is_done else None
         core.end_idle_step(step, now)
-        self._deliver(Batch([], core.drain_kv_events(), core.load(), totals=core.totals(), idle_step=step))
+        totals, adapters = core.totals(), core.adapters()
+        self._deliver(Batch([], core.drain_kv_events(), core.load(), totals=totals, adapters=adapters, idle_step=step))
 
     def _handle_arrived(self) -> bool:
         """Handle what arrived; whether anything had. Events go out now: peers must not wait for a step for them."""
@@ -294,7 +297,8 @@ class EngineThread:
         events, self._kept_events = self._kept_events + events, []
         steps, self._kept_steps = tuple(self._kept_steps), []
         added, self._kept_added = tuple(self._kept_added), []
-        self._deliver(Batch(events, core.drain_kv_events(), core.load(), steps, core.totals(), added))
+        batch = Batch(events, core.drain_kv_events(), core.load(), steps, core.totals(), added, core.adapters())
+        self._deliver(batch)
 
 
 def _resolve(future: concurrent.futures.Future[Any], function: Callable[[EngineCore], Any], core: EngineCore) -> None:

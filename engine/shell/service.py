@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -16,12 +16,16 @@ import msgspec
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.shell.channels import add_port
 from disagg.connections.shell.guard import ClusterGuard
+from disagg.engine.adapters.folder import AdapterError
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.reports import StepSampler, WorkerCounters
 from disagg.engine.io.mailbox import Mailbox
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError
 from disagg.proto.ids import GatewayId
 from disagg.proto.messages import (
+    Adapter,
+    AdapterLoaded,
+    AdapterState,
     AdapterUnloaded,
     AuditReport,
     AuditRequest,
@@ -30,6 +34,7 @@ from disagg.proto.messages import (
     KvEvent,
     Load,
     LoadAdapter,
+    Message,
     SessionHello,
     StepSample,
     StepUpdate,
@@ -110,6 +115,14 @@ class ServedWorker(Protocol):
         """Everything that this worker holds. Raises `EngineStoppedError`."""
         ...
 
+    async def load_adapter(self, adapter: Adapter) -> AdapterLoaded:
+        """Check an adapter, and load it where there is a slot. Raises `AdapterError` and `EngineStoppedError`."""
+        ...
+
+    async def unload_adapter(self, fingerprint: str) -> AdapterUnloaded:
+        """Have an adapter leave once nobody uses it. Raises `EngineStoppedError`."""
+        ...
+
 
 class _Watch:
     """One report stream: KV events and some measured steps wait here until the next report."""
@@ -185,6 +198,7 @@ class WorkerService:
         self._sessions: dict[GatewayId, Mailbox[StepUpdate]] = {}
         self._watches: set[_Watch] = set()
         self._load = load
+        self._adapters: tuple[AdapterState, ...] = ()
         self._counters = WorkerCounters()
         self._from_gateway = decoder(GatewayToWorker)
         self._secret = secret
@@ -232,11 +246,18 @@ class WorkerService:
         """Note load, KV events and steps of one batch of the engine for the report streams."""
         self._counters.note(batch.steps, batch.totals)
         changed = bool(batch.kv_events) or batch.load != self._load or batch.idle_step is not None
-        self._load = batch.load
+        changed = changed or batch.adapters != self._adapters
+        self._load, self._adapters = batch.load, batch.adapters
         if not changed:
             return
         for watch in self._watches:
             watch.note(batch.kv_events, batch.steps, batch.idle_step)
+
+    def note_adapters(self, states: tuple[AdapterState, ...]) -> None:
+        """These adapters are loaded now."""
+        self._adapters = states
+        for watch in self._watches:
+            watch.changed.set()
 
     def leave_out(self, prompt_tokens: int, output_tokens: int) -> None:
         """Of the next batch these are a probe's, and do not count."""
@@ -319,6 +340,7 @@ class WorkerService:
                     metrics=None if metrics == before else metrics,
                     turn_s=self._worker.turn_s(),
                     expected_s=self._worker.expected_s(),
+                    adapters=self._adapters,
                 )
                 yield encode(report)
                 sequence += 1
@@ -355,17 +377,37 @@ class WorkerService:
             raise
 
     async def _load_adapter(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-        await _decode_or_abort(frame, LoadAdapter, context)
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker takes no adapters")
-        raise AssertionError
+        message = await _decode_or_abort(frame, LoadAdapter, context)
+        try:
+            return encode(await self._worker.load_adapter(message.adapter))
+        except AdapterError as error:
+            await context.abort(_STATUS[error.fault], str(error))
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        raise AssertionError("abort raises")
 
     async def _unload_adapter(self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-        await _decode_or_abort(frame, UnloadAdapter, context)
-        return encode(AdapterUnloaded(was_loaded=False, uses=0))
+        message = await _decode_or_abort(frame, UnloadAdapter, context)
+        try:
+            return encode(await self._worker.unload_adapter(message.fingerprint))
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            raise
 
 
-async def _decode_or_abort(frame: bytes, kind: type[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+_STATUS: Final = {
+    "content": grpc.StatusCode.INVALID_ARGUMENT,
+    "missing": grpc.StatusCode.NOT_FOUND,
+    "changed": grpc.StatusCode.FAILED_PRECONDITION,
+}
+"""gRPC's status of each fault of an adapter."""
+
+M = TypeVar("M", bound=Message)
+
+
+async def _decode_or_abort(frame: bytes, kind: type[M], context: grpc.aio.ServicerContext[Any, Any]) -> M:
     try:
-        decoder(kind).decode(frame)
+        return decoder(kind).decode(frame)
     except msgspec.MsgspecError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a {kind.__name__}: {error}")
+        raise

@@ -27,6 +27,7 @@ import msgspec
 
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.engine import commands
+from disagg.engine.adapters.folder import AdapterError
 from disagg.engine.commands import Command, Event, FetchEnded, FetchOrdered, FetchPrefix, Gathered, TokenSampled
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
@@ -38,6 +39,7 @@ from disagg.engine.parallel.factories import choose_threads, make_runner, warm_u
 from disagg.engine.parallel.group import Group
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, StartRanks
 from disagg.engine.plan import Buffer, ModelRunner
+from disagg.engine.shell.adapter_loader import AdapterLoader
 from disagg.engine.shell.calibration_memory import remembered_calibration
 from disagg.engine.shell.engine_thread import Batch, EngineThread
 from disagg.engine.shell.parts import DEFAULT_PARTS, WorkerParts
@@ -51,6 +53,10 @@ from disagg.proto.clock.process_clock import AwakeLoop, process_clock
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, WorkerId, is_probe
 from disagg.proto.messages import (
+    Adapter,
+    AdapterLoaded,
+    AdapterState,
+    AdapterUnloaded,
     AuditReport,
     BlocksSnapshot,
     BufferSize,
@@ -125,6 +131,7 @@ class Worker:
         self.stages = StartStages(time.monotonic)
         """Stages of the worker's start."""
         self._tier_disk: TierDisk | None = None
+        self._adapter_loader: AdapterLoader | None = None
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -164,11 +171,14 @@ class Worker:
             self._calibration = memory.samples = self._measured(runner, memory.samples)
         self.stages.end()
         self._tier_disk = open_tier_disk(config, runner, self.cluster_secret, self.parts.wrap_files)
+        if config.adapters is not None:
+            self._adapter_loader = AdapterLoader(runner)
         core = EngineCore(
             self.parts.wrap_runner(runner),
             config=config,
             calibration=self._calibration,
             tier_parts=TierParts(process_clock().now, self._tier_disk, time.time),
+            order_adapter=None if self._adapter_loader is None else self._adapter_loader.order,
         )
         self._runner = runner
         self._engine = EngineThread(core, self._deliver, self._on_crash, self._on_gathered, config.token_interval_s)
@@ -204,6 +214,8 @@ class Worker:
         self._end_thread("asyncio", self._join_asyncio, grace_s)
         if self._end_thread("engine", self._engine.stop, grace_s) and self._group is not None:
             self._group.close()
+        if self._adapter_loader is not None and not self._adapter_loader.stop(grace_s):
+            logger.error("%s: its folder of adapters did not answer in %.0f s", self.config.worker_id, grace_s)
         if self._tier_disk is not None and not self._tier_disk.stop(grace_s):
             logger.error("%s: the disk of its KV tier did not answer in %.0f s", self.config.worker_id, grace_s)
 
@@ -258,6 +270,8 @@ class Worker:
         self._engine.start()
         if self._tier_disk is not None:
             self._tier_disk.start(self._engine.post)
+        if self._adapter_loader is not None:
+            self._adapter_loader.start(self._engine.post)
         for role in self._roles:
             await role.start()
         self.stages.end()
@@ -499,6 +513,34 @@ class Worker:
     async def prefix_snapshot(self) -> BlocksSnapshot:
         """All cached prefix blocks, taken between two steps. Raises `EngineStoppedError`."""
         return await asyncio.wrap_future(self._engine.call(lambda core: core.prefix_snapshot()))
+
+    async def load_adapter(self, adapter: Adapter) -> AdapterLoaded:
+        """Check an adapter, and load it where there is a slot.
+
+        Raises:
+            AdapterError: it cannot be used, or this worker takes none.
+            EngineStoppedError: the worker ends.
+        """
+        if self._adapter_loader is None:
+            raise AdapterError("changed", "this worker takes no adapters")
+        loaded, load_ms = await asyncio.wrap_future(self._adapter_loader.read(adapter))
+
+        def keep(core: EngineCore) -> tuple[float, tuple[AdapterState, ...]]:
+            return core.keep_adapter(loaded, adapter, load_ms), core.adapters()
+
+        load_ms, states = await asyncio.wrap_future(self._engine.call(keep))
+        self._service.note_adapters(states)
+        return AdapterLoaded(fingerprint=loaded.fingerprint, bytes=loaded.num_bytes, load_ms=load_ms)
+
+    async def unload_adapter(self, fingerprint: str) -> AdapterUnloaded:
+        """Have an adapter leave once nobody uses it. Raises `EngineStoppedError`."""
+
+        def unload(core: EngineCore) -> tuple[tuple[bool, int], tuple[AdapterState, ...]]:
+            return core.unload_adapter(fingerprint), core.adapters()
+
+        (was_loaded, uses), states = await asyncio.wrap_future(self._engine.call(unload))
+        self._service.note_adapters(states)
+        return AdapterUnloaded(was_loaded=was_loaded, uses=uses)
 
     async def audit(self) -> AuditReport:
         """Everything that this worker holds. Raises `EngineStoppedError`."""

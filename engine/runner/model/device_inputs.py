@@ -9,7 +9,8 @@ two steps ahead, until the memory that it is about to overwrite was read. Tokens
 because the step that samples them was only queued, are put in their rows on the device.
 
 Layout, in bytes, n = the largest bucket: token ids 8n, positions 8n, slots 8n, sources 8n, slots of each window 8n,
-context lengths 4n, slots of adapters 4n, then the tables [G, bucket, W], W blocks wide as the step needs them, int32, of G cache groups.
+context lengths 4n, slots of adapters 4n, then the tables [G, bucket, W], W blocks wide as the step needs them, int32,
+of G cache groups.
 
 Shapes: S sequences of a bucket, M blocks of the widest table, W of the step's widest.
 """

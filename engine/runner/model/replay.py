@@ -164,14 +164,15 @@ class ReplayedDecoder:
     def capture(self, bucket: int) -> str:
         """Capture one of `start_sizes`; no KV is read or written. Why it failed, or an empty text: either way it was
         computed equally often, so that the ranks of a worker stay together."""
-        assert self._capturer is not None
+        capturer = self._capturer
+        assert capturer is not None
         assert isinstance(self._inputs, DeviceStepInputs)
         for has_adapters in (False, True) if self._has_adapters else (False,):
             self._inputs.fill_padding(bucket)
-            if self._capturer is None:
+            if self._failed:
                 self._scored(self._inputs.batch(bucket, has_adapters=has_adapters))
             else:
-                self._capture(self._capturer, bucket, has_adapters=has_adapters)
+                self._capture(capturer, bucket, has_adapters=has_adapters)
         return self._failed
 
     def drop(self) -> None:
