@@ -24,6 +24,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import (
+    Adapter,
     AuditReport,
     AuditRequest,
     Cancel,
@@ -199,11 +200,12 @@ class GatewayStub:
         fetch_from: str | None = None,
         end_token: int = 0,
         fetch_timeout_s: float = WAIT_S,
+        adapter: Adapter | None = None,
     ) -> tuple[AttemptKey, Answer]:
         """Dispatch to `worker`, handing over to `to` if given, and fetching the first `end_token` tokens from
         `fetch_from` if that is given."""
         info = self.infos[worker]
-        root = root_hash(info.fingerprint)
+        root = root_hash(info.fingerprint, adapter="" if adapter is None else adapter.fingerprint)
         spec = SequenceSpec(
             request_id=RequestId(uuid.uuid4().hex),
             attempt=attempt,
@@ -214,6 +216,7 @@ class GatewayStub:
             root_hash=root,
             sampling=sampling or Sampling(temperature=0.0, max_tokens=max_tokens),
             timeout_s=timeout_s,
+            adapter=adapter,
         )
         answer = self.answers[spec.key] = Answer()
         peer = None if to is None else self._peer(to)
