@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from disagg.kernels.lora_ranks import aligned_rank
+
 MAX_PARTS = 3
 """Parts of a fused product: q, k, v; gate and up."""
-RANK_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +66,3 @@ def allocate_lora(
         torch.zeros((num_slots, parts), dtype=torch.float32, device=device),
         columns,
     )
-
-
-def aligned_rank(rank: int) -> int:
-    """The rank for which memory is allocated."""
-    return -(-rank // RANK_ALIGNMENT) * RANK_ALIGNMENT

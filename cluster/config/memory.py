@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
+from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
-from disagg.engine.config import device_defaults
+from disagg.engine.config import AdapterOptions, device_defaults
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.tiers.sizes import staging_bytes
@@ -52,6 +53,8 @@ class PoolCache(NamedTuple):
     """Host memory of each worker for KV beside its cache."""
     has_folder: bool = False
     """Whether each worker keeps KV in files, too."""
+    adapters: AdapterOptions | None = None
+    """Adapters that each worker may load."""
 
     @property
     def configured_bytes(self) -> int | None:
@@ -69,13 +72,23 @@ class PoolCache(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches of all workers with their tiers of host memory and the buffers of files, and of what
-        their experts need beside weights; 0 if the size is measured."""
+        """Bytes of the caches of all workers with their tiers of host memory and the buffers of files, of their slots
+        for adapters, and of what their experts need beside weights. A cache whose size is measured counts as 0."""
         num_blocks = self.pool.num_blocks
         each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
         if each:
             each += self.scratch_bytes
+        each += self.adapter_bytes
         return (each * self.pool.tp + self.tier_bytes + self.staging_bytes) * self.pool.size
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of each rank's slots for adapters."""
+        options = self.adapters
+        if options is None:
+            return 0
+        shard = Shard(0, self.pool.tp)
+        return options.max_loaded * slot_bytes(self.model, shard, options.max_rank, self.activation_bytes)
 
     @property
     def staging_bytes(self) -> int:
@@ -185,8 +198,8 @@ def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
 
 
 def memory_notes(caches: Sequence[PoolCache]) -> tuple[str, ...]:
-    """The memory of each rank, for pools whose model has windows or experts: each pool of blocks, and what experts
-    take; and what workers keep in host memory."""
+    """The memory of each rank, for pools whose model has windows, experts or adapters: each pool of blocks, and what
+    experts and slots of adapters take; and what workers keep in host memory."""
     tiers = [
         f"{pool_path(cache.name)}: each worker keeps up to {_in_mib(cache.tier_bytes)} of KV in host memory"
         for cache in caches
@@ -207,6 +220,8 @@ def _memory_note(cache: PoolCache) -> str:
             ]
     if cache.scratch_bytes:
         parts.append(f"experts of {_in_mib(cache.expert_bytes)} and {_in_mib(cache.scratch_bytes)} to compute them")
+    if (options := cache.adapters) is not None:
+        parts.append(f"slots for {options.max_loaded} adapters of {_in_mib(cache.adapter_bytes)}")
     return f"{pool_path(cache.name)}: each rank has {', '.join(parts)}" if parts else ""
 
 

@@ -408,6 +408,7 @@ def plan_cluster(
                     _draft_of(name, pool, paths[key]),
                     0 if tiers is None else tiers.host_bytes,
                     has_folder=tiers is not None and tiers.disk is not None,
+                    adapters=worker_adapters(alone),
                 )
             )
             if tiers is not None:

@@ -11,6 +11,7 @@ from typing import Literal
 from disagg.engine.checkpoint.families.registry import family_of
 from disagg.engine.checkpoint.model_config import DenseConfig, LayerConfig, ModelConfig
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.kernels.lora_ranks import aligned_rank
 
 ProductName = Literal["qkv", "o", "gate_up", "down"]
 
@@ -59,8 +60,8 @@ def product_sizes(config: ModelConfig, layer: LayerConfig, shard: Shard) -> dict
 
 
 def slot_bytes(config: ModelConfig, shard: Shard, max_rank: int, number_bytes: int) -> int:
-    """Bytes of a slot for an adapter on a rank. `max_rank` is the aligned one."""
-    total = 0
+    """Bytes of a slot for an adapter on a rank."""
+    total, max_rank = 0, aligned_rank(max_rank)
     for layer in config.layers:
         for inputs, outputs in product_sizes(config, layer, shard).values():
             total += max_rank * (len(outputs) * inputs + sum(outputs)) * number_bytes + 8 * len(outputs)

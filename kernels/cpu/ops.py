@@ -23,7 +23,8 @@ from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.experts import MoeFfn
 from disagg.kernels.cpu.linear import KINDS, PRODUCT, NativeExpertWeight
 from disagg.kernels.experts import Experts, ExpertWeight, Router, Shared
-from disagg.kernels.lora import MAX_PARTS, RANK_ALIGNMENT, Lora
+from disagg.kernels.lora import MAX_PARTS, Lora
+from disagg.kernels.lora_ranks import RANK_ALIGNMENT
 from disagg.kernels.ops import (
     AttentionForm,
     HeadSquares,

@@ -93,8 +93,7 @@ def test_the_fingerprint_covers_meaning_and_tensors(runner: TorchModelRunner, pl
     assert set(same) == {first}
     other = {A: GOOD[A], B: GOOD[B] * 2}
     others = [fingerprint(alpha=9.0), fingerprint(use_rslora=True), fingerprint(other)]
-    others.append(fingerprint({name: tensor.bfloat16() for name, tensor in GOOD.items()}) if False else others[0] + "x")
-    assert len({first, *others}) == 5
+    assert len({first, *others}) == 4
     assert refusal(runner, fingerprint=first) == (
         "changed", f"adapter changed: its fingerprint is {others[2][:16]}, not {first[:16]}",
     )  # fmt: skip
@@ -155,10 +154,12 @@ TENSOR_CASES: list[tuple[dict[str, Tensor], str]] = [
      f"a/{TENSORS}: tensor base_model.model.lm_head.weight maps to nothing (it is no A or B)"),
     (renamed("lm_head"),
      f"tensor {PREFIX}lm_head.lora_A.weight maps to nothing of LlamaForCausalLM: it has no such module"),
-    (renamed("model.layers.3.self_attn.q_proj"), f"tensor {PREFIX}model.layers.3.self_attn.q_proj.lora_A.weight maps to "
-     "nothing of LlamaForCausalLM: it has no such module"),
-    (renamed("model.layers.0.mlp.experts.1.up_proj"), f"tensor {PREFIX}model.layers.0.mlp.experts.1.up_proj.lora_A.weight "
-     "maps to nothing of LlamaForCausalLM: adapters of experts are not supported"),
+    (renamed("model.layers.3.self_attn.q_proj"),
+     f"tensor {PREFIX}model.layers.3.self_attn.q_proj.lora_A.weight maps to nothing of LlamaForCausalLM: "
+     "it has no such module"),
+    (renamed("model.layers.0.mlp.experts.1.up_proj"),
+     f"tensor {PREFIX}model.layers.0.mlp.experts.1.up_proj.lora_A.weight maps to nothing of LlamaForCausalLM: "
+     "adapters of experts are not supported"),
 ]  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def broken(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     [
         (TENSORS, broken(lambda data: data[:-1]), f"a/{TENSORS}: cut short"),
         (TENSORS, broken(lambda data: b"\xff" * 8 + data[8:]), f"a/{TENSORS}: not a safetensors file"),
-        (TENSORS, broken(lambda data: (1 << 25).to_bytes(8, "little") + data[8:]), f"a/{TENSORS}: not a safetensors file"),
+        (TENSORS, broken(lambda data: bytes([0, 0, 0, 2, 0, 0, 0, 0]) + data[8:]), f"a/{TENSORS}: not a safetensors"),
         (CONFIG, broken(lambda data: data[:-1]), f"a/{CONFIG}: not valid JSON"),
         (CONFIG, broken(lambda data: data + b" " * (1 << 20)), f"{CONFIG}: "),
     ],

@@ -20,7 +20,6 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
-from disagg.kernels.lora import aligned_rank
 from disagg.proto.messages import Adapter, SequenceSpec
 from tests.support.adapters import ATTENTION, MAX_RANK, MLP, Orders, adapter_of, options_of, with_adapter
 from tests.support.engine import handle_all, make_spec, run_until_idle, token_ids_of
@@ -168,6 +167,8 @@ def test_rows_of_the_base_have_the_same_bits_beside_adapters(made: Made, quantiz
             found.append(runner.forward(decodes_of([base, other])))
         logits.append(torch.stack(found))
     plain, beside = logits
+    assert runner._replayed is not None
+    assert runner._replayed._captured.keys() == {(2, False), (2, True)}
     assert torch.equal(plain[:, 0], beside[:, 0])
     assert not torch.equal(plain[:, 1], beside[:, 1])
 
@@ -175,5 +176,5 @@ def test_rows_of_the_base_have_the_same_bits_beside_adapters(made: Made, quantiz
 def test_memory_is_counted_as_it_is_allocated(made: Made) -> None:
     runner = runner_of(made)
     (size,) = [each.num_bytes for each in runner.buffers if each.name == "adapters"]
-    assert size == 8 * slot_bytes(runner.model_config, Shard(), aligned_rank(MAX_RANK), 4)
+    assert size == 8 * slot_bytes(runner.model_config, Shard(), MAX_RANK, 4)
     assert "adapters" not in {each.name for each in make_runner(made.base).buffers}

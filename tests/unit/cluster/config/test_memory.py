@@ -11,6 +11,7 @@ from disagg.cluster.config import memory
 from disagg.cluster.config.cluster_config import parse_config
 from disagg.cluster.config.memory import machine_memory
 from disagg.cluster.control.plan import plan_cluster
+from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.cache_groups import PoolLimits, model_layout, window_pools
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ExpertsConfig
@@ -116,6 +117,24 @@ def test_what_each_rank_has_of_experts_is_stated(
         f"pools.colocated: each rank has experts of {weights * weight_bytes / 2**20:.1f} MiB and "
         f"{rank.scratch_bytes(512, 2) / 2**20:.1f} MiB to compute them"
     )
+
+
+def test_slots_of_adapters_count(checkpoint: Path) -> None:
+    """Of a rank of two: half of what q, k, v, gate and up give, and half of what o and down take."""
+    model = read_model_config(checkpoint)
+    pools = {"prefill": {"kv_cache_bytes": GIB, "tp": 2}, "decode": {"kv_cache_bytes": GIB}}
+    config = {"pools": pools, "adapters": {"folder": "adapters", "max_loaded": 3, "max_rank": 20}}
+    whole, half = (3 * slot_bytes(model, Shard(0, size), 20, 2) for size in (1, 2))
+    hidden, q, kv, inner = 64, 128, 64, 96
+    numbers = 32 * (3 * hidden + q + 2 * kv + q + hidden + 2 * hidden + 2 * inner + inner + hidden)
+    assert whole == 3 * model.num_layers * (numbers * 2 + 7 * 8)
+    assert half < whole
+    assert notes(checkpoint, config) == (
+        f"pools.prefill: each rank has slots for 3 adapters of {half / 2**20:.1f} MiB",
+        f"pools.decode: each rank has slots for 3 adapters of {whole / 2**20:.1f} MiB",
+    )
+    assert refusal(checkpoint, config, 3 * GIB + 2 * half + whole) == ""
+    assert "KV caches of all workers take" in refusal(checkpoint, config, 3 * GIB + 2 * half + whole - 1)
 
 
 def test_what_is_measured_on_a_gpu_and_what_has_no_cache_is_taken(checkpoint: Path) -> None:
