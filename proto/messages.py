@@ -315,8 +315,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Share of its model's experts that a token chooses, by which its step times bend; 0 without experts."""
     buffers: tuple[BufferSize, ...] = ()
     """Large buffers of each of its ranks whose sizes are known at the start: `kv` and `kv_window_<tokens>`, the caches
-    of its cache groups; `experts`, what layers of experts use in the largest step beside weights; `swap`, host memory
-    for the KV of preempted sequences."""
+    of its cache groups; `experts`, what layers of experts use in the largest step beside weights; `adapters`, slots
+    of adapters; `swap`, host memory for the KV of preempted sequences."""
 
 
 class CacheGroup(Message, frozen=True, kw_only=True):

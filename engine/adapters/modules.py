@@ -38,16 +38,14 @@ class Module:
 def modules_of(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Module]:
     """The modules of the whole model `config` by the names that its checkpoint has for them. Latent attention and
     experts have none that could be changed, nor have products that a checkpoint has as one tensor."""
-    names = family_of(config.architecture).names
+    names = _names(config)
     found: dict[str, Module] = {}
     for number, layer in enumerate(config.layers):
         for product, modules in _products(config, layer, shard).items():
-            own = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}[product]
-            if len(own) == len(modules):
-                for part, (name, (inputs, outputs)) in enumerate(zip(own, modules, strict=True)):
-                    found[f"model.layers.{number}.{name}"] = Module(
-                        number, product, part, inputs[0], outputs[0], inputs[1], outputs[1]
-                    )
+            for part, (name, (inputs, outputs)) in enumerate(zip(names[product], modules, strict=True)):
+                found[f"model.layers.{number}.{name}"] = Module(
+                    number, product, part, inputs[0], outputs[0], inputs[1], outputs[1]
+                )
     return found
 
 
@@ -73,6 +71,12 @@ def largest_file(config: ModelConfig, max_rank: int) -> int:
     return WIDEST_BYTES * max_rank * sum(module.inputs + module.outputs for module in modules_of(config).values())
 
 
+def _names(config: ModelConfig) -> dict[ProductName, tuple[str, ...]]:
+    """Names of the modules of each product in a layer of the checkpoint."""
+    names = family_of(config.architecture).names
+    return {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
+
+
 _Dim = tuple[int, range]
 """A size of the whole model's, and what a rank has of it."""
 
@@ -91,7 +95,8 @@ def _products(config: ModelConfig, layer: LayerConfig, shard: Shard) -> dict[Pro
         inner = size, shard.part(size)
         found["gate_up"] = [(hidden, inner), (hidden, inner)]
         found["down"] = [(inner, hidden)]
-    return found
+    names = _names(config)
+    return {product: modules for product, modules in found.items() if len(names[product]) == len(modules)}
 
 
 def _all(size: int) -> _Dim:

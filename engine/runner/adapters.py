@@ -21,6 +21,7 @@ from disagg.engine.config import AdapterOptions
 from disagg.engine.plan import LoadedAdapter
 from disagg.engine.sharding.shards import Shard
 from disagg.kernels.lora import Lora, allocate_lora
+from disagg.proto.errors import ConfigError
 from disagg.proto.messages import Adapter
 
 LayerLoras = dict[ProductName, Lora]
@@ -59,6 +60,8 @@ class AdapterSlots:
         self._options = options
         self._dtype = dtype
         self._modules = modules_of(config, shard)
+        if not self._modules:
+            raise ConfigError(f"adapters: {config.architecture} has no module that one can change")
         self._max_bytes = largest_file(config, options.max_rank)
         self._num_ranks = shard.size
         self.layers: tuple[LayerLoras, ...] = tuple(

@@ -33,6 +33,7 @@ from disagg.engine.rank_messages import (
     GatherPart,
     RankCall,
     RankCommand,
+    ReadAdapter,
     ScatterPart,
 )
 from disagg.engine.sharding.kv_routes import plan_pair
@@ -98,8 +99,8 @@ class PlayedFollower:
                 part = self.staging(command.buffer, command.buffer_bytes)
                 self.runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
                 reply(Done(call=command.call, ok=True))
-            case Capture():
-                raise AssertionError("nothing is captured here")
+            case Capture() | ReadAdapter():
+                raise AssertionError("nothing is captured here, and no adapter read")
             case _:
                 self.transports.handle(command, reply, on_posted)
 

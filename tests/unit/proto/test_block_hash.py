@@ -22,6 +22,14 @@ token_ids = st.integers(0, 2**32 - 1)
 ROOT = root_hash("model-a")
 
 
+def test_an_adapter_has_a_root_of_its_own() -> None:
+    """H("disagg/1\\0" | "model-a+adapter" | "\\0" | salt)."""
+    expected = hashlib.sha256(b"disagg/1\0model-a+f00d\0tenant").digest()[:16]
+    assert root_hash("model-a", b"tenant", "f00d") == expected
+    assert root_hash("model-a", b"tenant", "") == root_hash("model-a", b"tenant")
+    assert len({root_hash("model-a", adapter=name) for name in ("", "f00d", "f00e")}) == 3
+
+
 def test_vectors() -> None:
     root = root_hash("model-a", b"tenant")
     assert root.hex() == "abf2ccc54dba0999830637441d2b7524"
