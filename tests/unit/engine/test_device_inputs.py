@@ -66,6 +66,18 @@ def test_a_step_is_padded_to_its_bucket() -> None:
     assert (batch.num_decodes, batch.prefills, batch.sample_rows) == (4, None, None)
 
 
+def test_rows_have_the_slots_of_their_adapters_and_padding_has_none() -> None:
+    inputs = DeviceStepInputs(6, 5, CPU)
+    batch = inputs.batch(4, has_adapters=True)
+    assert batch.adapters is not None
+    assert inputs.batch(4).adapters is None
+    inputs.fill(dataclasses.replace(arrays(3, 2, first=1), adapter_slots_T=np.array([5, -1, 0], dtype=np.int32)))
+    assert batch.adapters.slots_T.tolist() == batch.adapters.sampled_R.tolist() == [5, -1, 0, -1]
+    inputs.fill(arrays(3, 2, first=1))
+    assert batch.adapters.slots_T.tolist() == [-1, -1, -1, -1]
+    assert batch.block_tables_SM[:, :2].tolist() == [[10, 11], [20, 21], [30, 31], [0, 0]]
+
+
 def test_windows_have_slots_and_tables_of_their_own() -> None:
     inputs = DeviceStepInputs(6, 5, CPU, num_windows=2)
     batch = inputs.batch(4)
@@ -110,7 +122,7 @@ def test_a_worker_that_only_prefills_captures_no_decode_steps(
     runner = make_runner(make_checkpoint("llama", tmp_path), max_num_seqs=3, roles=(role,))
     runner.capture_steps()
     assert runner._replayed is not None
-    assert list(runner._replayed._captured) == captured
+    assert list(runner._replayed._captured) == [(size, False) for size in captured]
 
 
 @pytest.mark.parametrize(("kind", "num_seqs"), [("qwen3", 1), ("qwen3", 3), ("gemma3", 3)])
