@@ -200,7 +200,7 @@ def test_what_is_missing_may_be_elsewhere(runner: TorchModelRunner, place: Path)
         assert refusal(runner) == ("missing", f"{name}: the file is missing")
 
 
-def broken(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def broken(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda file: file.write_bytes(change(file.read_bytes()))
 
 
@@ -215,7 +215,7 @@ def broken(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     ],
 )  # fmt: skip
 def test_broken_files_are_refused(
-    runner: TorchModelRunner, place: Path, name: str, change: Callable[[Path], None], message: str
+    runner: TorchModelRunner, place: Path, name: str, change: Callable[[Path], object], message: str
 ) -> None:
     write_folder(place, GOOD)
     change(place / name)

@@ -143,11 +143,12 @@ def test_workers_of_other_ranks_continue_with_the_adapter(made: Made, prefill: R
                 adapter = made.adapters[number]
                 side.core.keep_adapter(orders.runner.read_adapter(adapter), adapter, 1.0)
         events: list[Event] = []
-        for name, number in (("a", 2), ("base", None), ("b", 4), ("again", 2)):
-            events += hand_over(source, target, spec_of(made, source.runner, name, number))
+        requests: tuple[tuple[str, int | None], ...] = (("a", 2), ("base", None), ("b", 4), ("again", 2))
+        for name, which in requests:
+            events += hand_over(source, target, spec_of(made, source.runner, name, which))
         events += run_until_idle(target.core)
-        for name, number in (("a", 2), ("base", None), ("b", 4), ("again", 2)):
-            assert token_ids_of(events, name) == made.answer(number), name
+        for name, which in requests:
+            assert token_ids_of(events, name) == made.answer(which), name
         assert source.core.totals().cached_tokens == 48
 
 
