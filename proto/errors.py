@@ -9,6 +9,8 @@
     ├── PermissionDeniedError      403  PERMISSION_DENIED
     │   └── ModelDeniedError       403  PERMISSION_DENIED    the caller's key is for other models
     ├── ModelNotFoundError         404  NOT_FOUND
+    │   ├── AdapterRemovedError    404  NOT_FOUND            the request waited while its adapter was removed
+    │   └── AdapterNotFoundError   404  NOT_FOUND
     ├── RequestNotFoundError       404  NOT_FOUND
     ├── DeadlineError              408  DEADLINE_EXCEEDED
     ├── RequestCancelledError      499  CANCELLED
@@ -43,11 +45,15 @@ CLIENT_MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("prefill_failed", "kv_transfer_failed", "decode_failed"), _BROKE_OFF),
         "workers_lost": "this request failed again and again while it was computed, so it is not tried any more; "
         "change it, for example by a shorter prompt",
+        "adapter_unavailable": "the adapter cannot be used now: its files were moved or changed after it was added",
         "shutting_down": "the server is stopping; try again in some seconds",
     }
 )
 """Messages by error code that clients read about errors inside the cluster."""
 
+
+ADAPTER_DETAIL: Final = "adapter "
+"""Beginning of the detail of a sequence whose end is due to its adapter: `adapter NAME: reason`."""
 
 GRAMMAR_TOO_LARGE: Final = (
     "the form of the answer cannot be followed any further: repetitions inside repetitions are too many"
@@ -145,6 +151,22 @@ class ModelNotFoundError(DisaggError):
 
     def __init__(self, model: str, served: list[str]) -> None:
         super().__init__(f"model: {model!r} is not served here; there is {', '.join(served)}")
+
+
+class AdapterRemovedError(ModelNotFoundError):
+    """The request named an adapter that was removed before it was placed on a worker."""
+
+    code = "adapter_removed"
+
+    def __init__(self, name: str) -> None:
+        DisaggError.__init__(self, f"model: the adapter {name!r} was removed while this request waited")
+
+
+class AdapterNotFoundError(ModelNotFoundError):
+    """An operator named an adapter that is not there."""
+
+    def __init__(self, message: str) -> None:
+        DisaggError.__init__(self, message)
 
 
 class RequestNotFoundError(DisaggError):

@@ -64,10 +64,10 @@ class AllRouters(RouterViews):
             router.set_limits(limits)
 
     def _named(self, key: str, traces: list[RequestTrace]) -> list[RequestTrace]:
-        """The traces of the model with this key, with its name."""
+        """The traces of the model with this key, with its name, or that of the adapter."""
         name = self._names().get(key, key)
         for trace in traces:
-            trace.model = name
+            trace.model = trace.adapter or name
         return traces
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from disagg.proto.ids import BlockHash, RequestId, WorkerId
 from disagg.proto.messages import (
+    Adapter,
     Fetched,
     Load,
     Pooling,
@@ -140,6 +141,10 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pooling: Pooling | None = None
     """Set for a request that ends with a vector of its prompt instead of an answer: one worker that computes prompts
     runs it."""
+    adapter: Adapter | None = None
+    """The adapter that it is computed with; None for the base model. `root_hash` covers its fingerprint."""
+    adapter_bytes: int = 0
+    """Bytes of the adapter, from which the time to load it is predicted; 0 where they are not known."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -169,6 +174,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the milliseconds that it adds to other sequences."""
     barrier_ms: float
     """The barrier term of the KV utilization."""
+    adapter_ms: float = 0.0
+    """Part of the cost: milliseconds to load the request's adapter, of both workers."""
 
 
 class Decision(Option, frozen=True, kw_only=True):
@@ -305,8 +312,11 @@ class RequestTrace(msgspec.Struct, kw_only=True, gc=False):
     detail: str = ""
     """Message of that error, for operators."""
     tenant: str = ""
+    adapter: str = ""
+    """Name of its adapter; empty for the model itself."""
     model: str = ""
-    """Name of the model. Filled by the gateway when operators look: a router does not know what its model is called."""
+    """Name of the model, or of the adapter. Filled by the gateway when operators look: a router does not know what its
+    model is called."""
     trace_parent: str = ""
     parent_span: str = ""
     response_id: str = ""
@@ -521,6 +531,10 @@ class Router(RouterViews, Protocol):
 
     def set_limits(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace the limits of all tenants. Waiting requests that may run under them are placed at once."""
+        ...
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """End the requests that wait for a worker and named this adapter, by `AdapterRemovedError`. Others continue."""
         ...
 
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:

@@ -28,12 +28,13 @@ from disagg.proto.messages import (
     WorkerInfo,
     WorkerReport,
 )
-from disagg.router.api import WorkerView
+from disagg.router.api import RoutedRequest, WorkerView
 from disagg.router.config import RouterConfig, num_split
 from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, plan_fetch
 from disagg.router.placement.forecast import wait_ms
 from disagg.router.placement.model_groups import NUM_TURNS, ModelGroup, WorkerBucket, longest_of, longest_prompt
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version, version_of
+from disagg.router.workers.adapter_loads import LoadTimes
 from disagg.router.workers.assignments import Assignment, Assignments
 from disagg.router.workers.circuit_breakers import (
     NO_EXCLUSIONS,
@@ -117,6 +118,7 @@ class Fleet:
         self._match: tuple[Sequence[BlockHash], float, PrefixMatch] | None = None
         """The latest result of the prefix index, until the index changes: chain, time, match."""
         self.expected = ExpectedWorkers()
+        self._adapter_loads = LoadTimes()
         self._usable: tuple[int, UsableWorkers] | None = None
         """The usable workers, with the version of the circuit breakers at that time."""
 
@@ -265,6 +267,8 @@ class Fleet:
         `PrefixIndex.apply`."""
         worker = self._workers[report.worker_id]
         worker.take_report(report)
+        for state in worker.adapters.report(report.adapters):
+            self._adapter_loads.observe(state)
         worker.reported_at = worker.heard_at = now
         if worker.lacks_blocks:
             self.lacking[worker.worker_id] = worker
@@ -276,6 +280,11 @@ class Fleet:
         self._match = None
         self.tiers.apply(report)
         return self.index.apply(report)
+
+    def adapter_ms(self, request: RoutedRequest) -> float:
+        """Predicted milliseconds to load a request's adapter."""
+        assert request.adapter is not None, "it has no adapter"
+        return self._adapter_loads.predict_ms(request.adapter.fingerprint, request.adapter_bytes)
 
     def open(self, worker: Worker, key: AttemptKey, assignment: Assignment, turn: int) -> None:
         """Assign an attempt that is placed now, as placement number `turn`."""

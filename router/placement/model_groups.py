@@ -303,6 +303,8 @@ NUM_HOLDERS = 2
 """Number of further candidates of a bucket by cached prefix."""
 NUM_TIER_HOLDERS = 1
 """Number of further candidates of a bucket by prefix in each kind of tier."""
+NUM_ADAPTER_HOLDERS = 1
+"""Number of further candidates of a bucket that have the request's adapter, by rank."""
 NUM_TURNS = 1024
 """Number of placements after which the start among workers with equally long prefixes wraps around."""
 
@@ -421,9 +423,26 @@ class WorkerBucket:
                     is_known = worker_id in without or worker in workers
                     if not is_known and num_tokens > matched.blocks_of(worker.bit) * HASH_BLOCK_TOKENS:
                         workers.append(worker)
+        if demand.adapter and len(workers) < len(self.members):
+            workers += self._adapter_holders(demand, workers, without)
         return self._with_room(demand, workers, matched) or self._with_room(
             demand, self._by_room.first(1, without), matched
         )
+
+    def _adapter_holders(
+        self, demand: Demand, known: Collection[Worker], without: Collection[WorkerId]
+    ) -> list[Worker]:
+        """Further members that have the request's adapter, or load it now, and are not full; of least rank."""
+        found = [
+            worker
+            for worker in self.members.values()
+            if not worker.is_full
+            and worker not in known
+            and worker.worker_id not in without
+            and worker.has_adapter(demand.adapter, demand.now)
+        ]
+        found.sort(key=lambda worker: (self._policy.rank(worker), worker.position))
+        return found[:NUM_ADAPTER_HOLDERS]
 
     def candidate(self, demand: Demand, worker: Worker, matched: PrefixMatch | None = None) -> Candidate | None:
         """A member as a candidate if it has room, else None. Without `matched` nothing of the request is cached

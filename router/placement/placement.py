@@ -89,6 +89,10 @@ class Demand(msgspec.Struct, kw_only=True, gc=False):
     """Mean number of tokens of recent answers."""
     is_pooled: bool = False
     """Whether there is no answer: a worker that computes prompts runs it alone."""
+    adapter: str = ""
+    """Fingerprint of its adapter; empty for the base model."""
+    adapter_ms: float = 0.0
+    """Predicted milliseconds to load the adapter on a worker that does not have it."""
     version: Version | None = None
     """Version of the model with which the answer began; no other one may continue it. None before the first token."""
     num_steps: float = 0.0
@@ -172,6 +176,8 @@ class Weight(msgspec.Struct, frozen=True, gc=False):
     """The barrier term of the KV utilization after joining."""
     step_ms: float = 0.0
     """Milliseconds of one token: of a decode step, divided by the tokens that it gives to a sequence."""
+    adapter_ms: float = 0.0
+    """Part of the cost: milliseconds until the request's adapter is loaded."""
 
 
 class Shortlist(NamedTuple):

@@ -310,6 +310,8 @@ class Attempts:
         assignment.num_before = len(record.output.released)
         assignment.first_at = record.trace.stages.get("first_token") or math.inf
         self._fleet.open(worker, attempt.key, assignment, self._num_started)
+        if demand.adapter:
+            worker.adapters.order(demand.adapter, demand.adapter_ms, now)
         self._fleet.pairs.used(attempt.decode, worker.worker_id, now)
         self._num_started += 1
         attempt.live.append(worker.worker_id)
@@ -335,6 +337,7 @@ class Attempts:
         """What a placement of the request must provide for."""
         num_released = len(record.output.released)
         left, trace = record.request.sampling.max_tokens - num_released, record.trace
+        adapter = record.request.adapter
         reserve_tokens, output_tokens = self._config.decode_reserve_tokens, self._lengths.value
         ttft_left_ms = math.inf
         if trace.ttft_slo_s is not None and not num_released:
@@ -353,6 +356,8 @@ class Attempts:
             now=now,
             answer_tokens=self.answer_tokens,
             is_pooled=record.is_pooled,
+            adapter=adapter.fingerprint if adapter else "",
+            adapter_ms=self._fleet.adapter_ms(record.request) if adapter else 0.0,
             version=record.version,
         )
 
@@ -381,6 +386,9 @@ class Attempts:
             live = [prefill_id, decode_id]
             fleet.pairs.used(prefill_id, decode_id, now)
             fleet.open(first, key, prefill_assignment(demand, prefill), turn)
+        if demand.adapter:
+            decode.adapters.order(demand.adapter, demand.adapter_ms, now)
+            first.adapters.order(demand.adapter, demand.adapter_ms, now)
         if fleet.links.placed(prefill_id, decode_id, now):
             self.decisions["link_trial"] += 1
             record.trace.trial = LINK_TRIAL

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 
-from disagg.proto.errors import DeadlineError, DisaggError, SuspectRequestError, UnavailableError
+from disagg.proto.errors import ADAPTER_DETAIL, DeadlineError, DisaggError, SuspectRequestError, UnavailableError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import End
 from disagg.router.config import RouterConfig
@@ -72,17 +72,20 @@ class Endings:
 
     def refused(self, record: RequestRecord, worker_id: WorkerId, end: End, now: float) -> list[Command]:
         """Handle an end that is no fault of the request: D has no room (P may report that, so D is the worker to
-        avoid), the sequence was preempted, or the pair was not formed."""
+        avoid), the worker cannot load the adapter, the sequence was preempted, or the pair was not formed."""
         self._counters[end.reason] += 1
         leg: Leg = "transfer" if end.in_transfer else "decode"
         if end.in_transfer:
             self._counters["pair_refused"] += 1
             self._attempts.pair_refused(record, end, now)
-        can_wait = end.reason == "refused" and not end.in_transfer and self._attempts.refused(record)
+        is_of_adapter = record.request.adapter is not None and end.detail.startswith(ADAPTER_DETAIL)
+        can_wait = end.reason == "refused" and not (end.in_transfer or is_of_adapter) and self._attempts.refused(record)
         error = self.retries.after_refusal(record, worker_id, end, can_wait=can_wait)
+        if error is not None and is_of_adapter:
+            error = UnavailableError(error.detail, "adapter_unavailable")
         if error is None:
             pause_s = self._config.refusal_pause_s * max(1, record.num_refusals)
-            for to_avoid in self._attempts.to_avoid(record.running, leg):
+            for to_avoid in [worker_id] if is_of_adapter else self._attempts.to_avoid(record.running, leg):
                 self._avoid(record, to_avoid, pause_s, now)
         return self.lost_attempt(record, error, now)
 

@@ -17,7 +17,7 @@ import msgspec
 from disagg.proto import messages
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId, WorkerId
-from disagg.proto.messages import StepUpdate, WorkerInfo, WorkerReport
+from disagg.proto.messages import Adapter, StepUpdate, WorkerInfo, WorkerReport
 from disagg.router.api import Completion, RoutedRequest, TenantLimits, TokenBatch
 from disagg.router.config import Decodes, RouterConfig
 
@@ -126,6 +126,13 @@ class ConfigChanged(msgspec.Struct, frozen=True, gc=False, tag=True):
     config: RouterConfig
 
 
+class AdapterRemoved(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """The name of an adapter is not served any more. Requests that named it and wait for their first worker fail;
+    others continue."""
+
+    adapter: Adapter
+
+
 class StoodStill(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The gateway's process stood still for a time that its clock does not count. Deadlines, which are the clients'
     own, come earlier by that time."""
@@ -150,6 +157,7 @@ Event = (
     | WorkersExpected
     | SetDecodes
     | ConfigChanged
+    | AdapterRemoved
     | WorkerReported
     | FromWorker
     | StoodStill

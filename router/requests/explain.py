@@ -126,4 +126,5 @@ def _parts(prefill: _Kept | None, decode: _Kept, link_ms: float, setup_ms: float
         "decode_ms": weight.decode_ms,
         "delay_ms": weight.delay_ms + other.delay_ms,
         "barrier_ms": weight.barrier_ms + other.barrier_ms,
+        "adapter_ms": weight.adapter_ms + other.adapter_ms,
     }

@@ -260,6 +260,7 @@ class RequestRecord(msgspec.Struct, gc=False):
             targets=self._targets(output_tokens, now),
             speculation=request.speculation,
             in_session=request.in_session,
+            adapter=request.adapter,
             pooling=request.pooling,
         )
 
@@ -313,6 +314,7 @@ def new_trace(request: RoutedRequest, arrival: float, now: float, config: Router
         parent_span=request.parent_span,
         response_id=request.response_id,
         is_chat=request.is_chat,
+        adapter="" if request.adapter is None else request.adapter.name,
         is_probe=request.pair is not None,
         is_background=request.priority < 0,
         num_prompt_tokens=request.num_prompt_tokens,

@@ -23,12 +23,16 @@ from dataclasses import replace
 
 from disagg.proto.block_hash import chain_hashes
 from disagg.proto.errors import (
+    ADAPTER_DETAIL,
     GRAMMAR_TOO_LARGE,
+    AdapterRemovedError,
     DeadlineError,
+    DisaggError,
     InvalidRequestError,
     LimitError,
     OverloadedError,
     RequestCancelledError,
+    UnavailableError,
     UnsamplableError,
 )
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
@@ -144,6 +148,8 @@ class RouterCore:
                 self._on_set_decodes(decodes)
             case events.ConfigChanged(config=config):
                 self.configure(config)
+            case events.AdapterRemoved(adapter=adapter):
+                self._on_adapter_removed(adapter.name, now)
             case events.StoodStill(seconds=seconds):
                 for record in self._requests.values():
                     if record.deadline is not None:
@@ -323,6 +329,14 @@ class RouterCore:
                 self._attempts.passed("decode", record.attempt, now)
         error = RequestCancelledError("the request was cancelled")
         self._out += self._endings.fail(record, error, now, RequestEvent.CANCELLED, num_answered)
+
+    def _on_adapter_removed(self, name: str, now: float) -> None:
+        """End the requests with any content of that name that were not placed yet. One that waits for another attempt
+        goes on, as those that run do."""
+        waiting = [record for record in self._requests.values() if not record.num_attempts]
+        for record in waiting:
+            if record.request.adapter is not None and record.request.adapter.name == name:
+                self._out += self._endings.fail(record, AdapterRemovedError(name), now)
 
     # ---------------------------------------------------------------- workers
 
@@ -587,7 +601,9 @@ def _deadline_passed(worker_id: WorkerId) -> DeadlineError:
     return DeadlineError("the deadline passed while the answer was computed", f"the deadline passed on {worker_id}")
 
 
-def _invalid(detail: str) -> InvalidRequestError:
+def _invalid(detail: str) -> DisaggError:
+    if detail.startswith(ADAPTER_DETAIL):
+        return UnavailableError(detail, "adapter_unavailable")
     if detail == GRAMMAR_TOO_LARGE:
         return InvalidRequestError("structured", detail)
     return UnsamplableError("sampling", detail)

@@ -23,7 +23,7 @@ from disagg.proto.block_hash import tenant_tag
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.errors import UnavailableError
 from disagg.proto.ids import GatewayId, Incarnation, RequestId, WorkerId
-from disagg.proto.messages import AuditReport, WorkerInfo
+from disagg.proto.messages import Adapter, AuditReport, WorkerInfo
 from disagg.router.api import (
     CallDemand,
     ClusterView,
@@ -38,6 +38,7 @@ from disagg.router.api import (
 from disagg.router.config import Decodes, RecordingOptions, RouterConfig
 from disagg.router.recording.recorded_core import RecordedCore
 from disagg.router.requests.events import (
+    AdapterRemoved,
     CancelMigration,
     CancelOn,
     CancelRequest,
@@ -272,6 +273,10 @@ class RouterServer(Router):
             if link.is_up:
                 link.send(wire.forget(tenant_tag(tenant)))
         return {worker_id: link.is_up for worker_id, link in self._links.items()}
+
+    @override
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self._handle_event(AdapterRemoved(adapter))
 
     @override
     def submit(self, request: RoutedRequest, arrival: float) -> RequestHandle:

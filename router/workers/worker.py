@@ -29,6 +29,7 @@ from disagg.proto.messages import (
     WorkerReport,
     experts_read,
 )
+from disagg.router.workers.adapter_loads import Loaded
 from disagg.router.workers.assignments import AssignedLoad, Assignment, num_left
 from disagg.router.workers.prefix_index import WorkerSet
 from disagg.step_times.pace import slack_ms, tokens_left
@@ -70,6 +71,9 @@ class Worker:
     """Number of the latest placement on it."""
     reported_at: float = 0.0
     """Time of its latest report, or of its coming up."""
+
+    adapters: Loaded = field(default_factory=Loaded)
+    """The adapters that it has loaded."""
 
     # From `info`.
     worker_id: WorkerId = field(init=False)
@@ -185,6 +189,10 @@ class Worker:
         """Set whether it takes no prompts from now on."""
         self.is_split_off = is_split_off
         self.update_info(self.info)
+
+    def has_adapter(self, fingerprint: str, now: float) -> bool:
+        """Whether it has an adapter, or loads it now."""
+        return fingerprint in self.adapters.there or self.adapters.is_coming(fingerprint, now)
 
     def note_assigned(self, num_tokens: int, num_blocks: int) -> None:
         """Note that prompt tokens and KV blocks were assigned."""

@@ -34,7 +34,7 @@ from typing_extensions import override
 from disagg.router.config import Decodes, num_split
 from disagg.router.placement.forecast import compute_ms, prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, Weight
-from disagg.router.placement.policies.joint import Joint, evicted_ms
+from disagg.router.placement.policies.joint import Joint, adapter_ms, evicted_ms
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.worker import Worker
@@ -105,7 +105,9 @@ class Elastic(Joint):
             if self._gathers:
                 delay += num_steps * _taken_ms(worker, step, target)
         barrier = self._barrier_of(candidate.worker, candidate.num_blocks)
-        candidate.as_decode = Weight(delay + barrier, 0, 0.0, 0.0, num_steps * step, delay, barrier, step)
+        load = adapter_ms(demand, worker) if demand.adapter else 0.0
+        cost = load + delay + barrier
+        candidate.as_decode = Weight(cost, 0, 0.0, 0.0, num_steps * step, delay, barrier, step, load)
         return candidate.as_decode
 
     @override
@@ -116,7 +118,7 @@ class Elastic(Joint):
         after = candidate.as_decode or self.weigh_decode(demand, candidate)
         prompt = self._weigh_prompt(demand, candidate)
         return Weight(
-            prompt.cost + after.cost,
+            prompt.cost + after.cost - after.adapter_ms,  # it is loaded once
             prompt.num_misses,
             prompt.wait_ms,
             prompt.prefill_ms,
@@ -124,6 +126,7 @@ class Elastic(Joint):
             prompt.delay_ms + after.delay_ms,
             after.barrier_ms,
             after.step_ms,
+            after.adapter_ms,
         )
 
     def _weigh_prompt(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -147,11 +150,13 @@ class Elastic(Joint):
         if candidate.fetch is not None:
             wait = max(wait, candidate.fetch.ms)
             delay += candidate.fetch.delay_ms
+        load = adapter_ms(demand, worker) if demand.adapter else 0.0
+        wait += load
         finish = wait + prefill
         misses = 1 if finish > demand.ttft_left_ms else 0
         is_spared = self._gathers and finish <= _IN_TIME * demand.ttft_left_ms
         cost = (_SPARED * finish if is_spared else finish) + delay
-        return Weight(cost, misses, wait, prefill, 0.0, delay)
+        return Weight(cost, misses, wait, prefill, 0.0, delay, adapter_ms=load)
 
     @staticmethod
     def _split_delay(worker: Worker, num_steps: float, step: float, target: float) -> float:

@@ -13,7 +13,7 @@ drafts are accepted (`Worker.token_ms`).
 
 The wait is the worker's backlog and, where the queue waits for it, the prompts in the queue before this one; at least
 the time to load or fetch KV that the worker would not compute (`fetches.py`). A fetch delays the sequences of its
-source.
+source. A worker that lacks the request's adapter, P or D, costs the time to load it besides.
 
 Prefix affinity follows from the prefill time: a cached prefix is worth the time to compute it again (twice that where
 caches are full of prefixes in use, so that they do not evict each other), and no more: a hot prefix spreads to other
@@ -88,9 +88,11 @@ class Joint:
         if candidate.fetch is not None:
             wait = max(wait, candidate.fetch.ms)
             delay += candidate.fetch.delay_ms
+        load = adapter_ms(demand, worker) if demand.adapter else 0.0
+        wait += load
         barrier = self._barrier_of(worker, candidate.num_blocks)
         misses = 1 if wait + prefill > demand.ttft_left_ms else 0
-        return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier)
+        return Weight(wait + prefill + delay + barrier, misses, wait, prefill, 0.0, delay, barrier, 0.0, load)
 
     def weigh_decode(self, demand: Demand, candidate: Candidate) -> Weight:
         """Decode steps, delay of the other sequences, barrier."""
@@ -101,7 +103,9 @@ class Joint:
         delay = num_steps * joining * worker.num_decodes
         barrier = self._barrier_of(worker, candidate.num_blocks)
         misses = 1 if step > demand.tpot_ms else 0
-        weight = candidate.as_decode = Weight(decode + delay + barrier, misses, 0.0, 0.0, decode, delay, barrier, step)
+        load = adapter_ms(demand, worker) if demand.adapter else 0.0
+        cost = load + decode + delay + barrier
+        weight = candidate.as_decode = Weight(cost, misses, 0.0, 0.0, decode, delay, barrier, step, load)
         return weight
 
     def weigh_colocated(self, demand: Demand, candidate: Candidate) -> Weight:
@@ -121,10 +125,11 @@ class Joint:
         if candidate.fetch is not None:
             wait = max(wait, candidate.fetch.ms)
             others += candidate.fetch.delay_ms
+        wait += after.adapter_ms
         delay = after.delay_ms + others
         misses = after.num_misses + (wait + prefill > demand.ttft_left_ms)
         cost = wait + prefill + decode + delay + barrier
-        return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms)
+        return Weight(cost, misses, wait, prefill, decode, delay, barrier, after.step_ms, after.adapter_ms)
 
     def weigh_pair(self, demand: Demand, prefill: Candidate, decode: Candidate) -> tuple[float, float]:
         """The exposed time of the transfer, and the time that forming the pair's connection still takes."""
@@ -146,6 +151,11 @@ class Joint:
         """The barrier of the worker's KV utilization after `num_blocks` more are in use."""
         k = (worker.used_blocks + num_blocks) / worker.num_blocks
         return self._barrier_ms * k / (1 - k) if k < _MOST_FULL else self._most_barrier_ms
+
+
+def adapter_ms(demand: Demand, worker: Worker) -> float:
+    """Milliseconds until the worker has the request's adapter."""
+    return worker.adapters.wait_ms(demand.adapter, demand.adapter_ms, demand.now)
 
 
 def evicted_ms(demand: Demand, worker: Worker, num_new: int) -> float:
