@@ -14,7 +14,7 @@ from typing import Literal
 
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import Message, WorkerInfo
+from disagg.proto.messages import Adapter, Message, WorkerInfo
 
 HEARTBEAT_S = 0.5
 """Interval of the heartbeats of workers and gateways."""
@@ -173,8 +173,21 @@ class SettingsFollowed(Message, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
+class AdaptersFollowed(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway serves the adapters of that `ServedAdapters`, and no others."""
+
+    revision: int
+
+
 GatewayToController = (
-    GatewayHello | GatewayFailed | WorkerDrained | GatewayHeartbeat | MembershipRequest | SettingsFollowed | LoadReport
+    GatewayHello
+    | GatewayFailed
+    | WorkerDrained
+    | GatewayHeartbeat
+    | MembershipRequest
+    | SettingsFollowed
+    | AdaptersFollowed
+    | LoadReport
 )
 
 
@@ -226,7 +239,27 @@ class ExpectedWorkers(Message, frozen=True, kw_only=True, tag=True):
     """Seconds until each worker is expected to be ready, counted from when the message is sent."""
 
 
-ControllerToGateway = Membership | MembershipChange | ExpectedWorkers | AutoscalerState | GatewaySettings
+class ServedAdapter(Message, frozen=True, kw_only=True):
+    """An adapter that requests may name."""
+
+    model: str
+    """Key of its base model; empty where there is one."""
+    adapter: Adapter
+    num_bytes: int = 0
+    """Bytes of its tensors."""
+
+
+class ServedAdapters(Message, frozen=True, kw_only=True, tag=True):
+    """The complete list of adapters that are served, which replaces the previous one."""
+
+    adapters: tuple[ServedAdapter, ...]
+    revision: int
+    """Number of the list; answered with `AdaptersFollowed`."""
+
+
+ControllerToGateway = (
+    Membership | MembershipChange | ExpectedWorkers | AutoscalerState | GatewaySettings | ServedAdapters
+)
 
 
 # ---------------------------------------------------------------- operator -> controller
@@ -266,7 +299,32 @@ class StateRequest(Message, frozen=True, kw_only=True, tag=True):
     """Ask for the state of the cluster, a `ControlState`."""
 
 
-ControlRequest = ScaleRequest | DrainRequest | ApplyRequest | StateRequest
+class AddAdapter(Message, frozen=True, kw_only=True, tag=True):
+    """Serve an adapter, or the present content of its folder under a name that is served. Answered with `AdapterList`,
+    once all ready workers of its model have loaded it and the gateways serve it."""
+
+    name: str
+    path: str
+    """Its folder below `adapters.folder`."""
+    base: str = ""
+    """Name of its base model; empty for the only one that takes adapters."""
+    replaces: bool = True
+    """Whether an adapter of that name is replaced; else it is an error."""
+
+
+class RemoveAdapter(Message, frozen=True, kw_only=True, tag=True):
+    """Serve an adapter no more. Sequences that run end with it. Answered with `AdapterList`, once no gateway serves
+    it."""
+
+    name: str
+
+
+class ListAdapters(Message, frozen=True, kw_only=True, tag=True):
+    """Ask for all adapters, an `AdapterList`."""
+
+
+AdapterRequest = AddAdapter | RemoveAdapter | ListAdapters
+ControlRequest = ScaleRequest | DrainRequest | ApplyRequest | StateRequest | AddAdapter | RemoveAdapter | ListAdapters
 
 
 class PoolState(Message, frozen=True, kw_only=True):
@@ -376,6 +434,8 @@ class ControlRefused(Message, frozen=True, kw_only=True, tag=True):
 
     field: str
     message: str
+    is_missing: bool = False
+    """Whether there is nothing of the name that the request has."""
 
 
 class FieldChange(Message, frozen=True, kw_only=True):
@@ -400,4 +460,40 @@ class ApplyReply(Message, frozen=True, kw_only=True, tag=True):
     """Pools that are added or removed, or whose workers are replaced."""
 
 
-ControlReply = ControlState | ControlRefused | ApplyReply
+AdapterPhase = Literal["ready", "pending", "failed"]
+"""Phase of an adapter. `pending`: the configuration has it, or another folder for it, and no worker has checked it yet;
+`failed`: a worker refused it, and it is tried again."""
+
+
+class AdapterRecord(Message, frozen=True, kw_only=True):
+    """One adapter that is registered."""
+
+    name: str
+    path: str
+    """Its folder below `adapters.folder`."""
+    model: str
+    """Key of its base model; empty where there is one."""
+    base: str = ""
+    """Name of its base model; filled where it is shown."""
+    folder: str = ""
+    """Value of `adapters.folder` by which it was added."""
+    phase: AdapterPhase = "ready"
+    detail: str = ""
+    """Why it failed."""
+    is_in_file: bool = False
+    """Whether it is in the configuration; else an operator added it."""
+    served: Adapter | None = None
+    """What requests that name it get; the earlier content while another path fails. None before the first success."""
+    num_bytes: int = 0
+    """Bytes of its tensors."""
+
+
+class AdapterList(Message, frozen=True, kw_only=True, tag=True):
+    """All adapters that are registered, by name."""
+
+    adapters: tuple[AdapterRecord, ...]
+    notes: tuple[str, ...] = ()
+    """What did not go as it should, though the request was carried out."""
+
+
+ControlReply = ControlState | ControlRefused | ApplyReply | AdapterList

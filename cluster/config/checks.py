@@ -27,6 +27,7 @@ from disagg.engine.config import (
 )
 from disagg.gateway.config import serves_page
 from disagg.gateway.guardrails.config import check_guardrails
+from disagg.proto.adapters import MAX_ADAPTERS, name_problem, path_problem
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.config import MAX_PORT
 from disagg.proto.control import MAX_POOL_SIZE, PoolName
@@ -51,6 +52,7 @@ def check(config: ClusterConfig) -> None:
     if config.network.certificates is not None and config.network.encryption == "off":
         raise ConfigError("network.certificates: are not used with network.encryption off; remove one of them")
     _check_tiers(config)
+    _check_adapters(config)
     _check_ports(config.gateway)
     _check_replicas(config)
     check_guardrails(config.gateway.guardrails, "gateway.guardrails")
@@ -116,6 +118,27 @@ def _check_models(config: ClusterConfig) -> None:
         if alone.placement.decodes == "auto":
             path = f"models.{key}.placement" if config.models[key].placement is not None else "placement"
             raise ConfigError(f"{path}.decodes: auto is for a cluster of one model; choose spread, gather or split:N")
+
+
+def _check_adapters(config: ClusterConfig) -> None:
+    """Check the names and paths of all adapters in the file."""
+    known = {alone.model.served_name: f"{path_prefix(key)}model.name" for key, alone in models_of(config).items()}
+    num_adapters = 0
+    for key, alone in models_of(config).items():
+        if alone.adapters is None:
+            continue
+        num_adapters += len(alone.adapters.models)
+        if num_adapters > MAX_ADAPTERS:
+            raise ConfigError(f"{path_prefix(key)}adapters.models: at most {MAX_ADAPTERS} adapters in one cluster")
+        for name, folder in alone.adapters.models.items():
+            path = f"{path_prefix(key)}adapters.models.{name}"
+            if problem := name_problem(name):
+                raise ConfigError(f"{path_prefix(key)}adapters.models: the name of an adapter {problem}; got {name!r}")
+            if problem := path_problem(folder):
+                raise ConfigError(f"{path}: {problem}; got {folder!r}")
+            if name in known:
+                raise ConfigError(f"{path}: {name} is a name already, by {known[name]}")
+            known[name] = path
 
 
 def _check_model(path: str, config: ClusterConfig) -> None:

@@ -271,6 +271,10 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
 class AdaptersSection(AdapterOptions, frozen=True, kw_only=True):
     """The section `adapters`: LoRA adapters of a model."""
 
+    models: dict[Name, Name] = msgspec.field(default_factory=dict)
+    """Adapters that are served from the start: the name that requests use -> its folder below `folder`. `disagg adapter
+    add` adds others while the cluster serves."""
+
 
 class ServedModelSection(msgspec.Struct, frozen=True, kw_only=True):
     """A section of `models`: one of several models, with its pools. Names of its pools and workers begin with the
@@ -302,7 +306,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     chooses whether one worker computes both, or one hands the prompt's KV over to another."""
     pools: PoolsConfig = PoolsConfig()
     adapters: AdaptersSection | None = None
-    """`{folder, max_loaded, max_rank}`: LoRA adapters, which workers load while they serve; `null` for none."""
+    """`{folder, max_loaded, max_rank, models}`: LoRA adapters, which workers load while they serve; `null` for none."""
     models: dict[str, ServedModelSection] = msgspec.field(default_factory=dict)
     """Several models by key, in place of `model`, `mode` and `pools`: each has its own workers, queue and limits."""
     placement: PlacementOptions = PlacementOptions()

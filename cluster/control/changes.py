@@ -22,6 +22,7 @@ from disagg.proto.control import FieldChange, PoolKind, PoolName
 from disagg.proto.ids import join_name, model_of
 
 IN_PLACE = (
+    "adapters.models.*",
     "pools.*.size",
     "pools.*.min_size",
     "pools.*.max_size",

@@ -177,6 +177,7 @@ class LauncherThread:
                 return events.WorkersStopped(worker_ids)
             case events.StartGateway(workers=workers, address=address, http_address=http_address, name=name):
                 spec = self._plans.present.gateway(workers, port_of(address), port_of(http_address), name)
+                spec = msgspec.structs.replace(spec, adapters=self._plans.adapters.served)
                 self._launcher.start_gateway(spec, self._address)
             case events.StopGateway(name=name):
                 self._launcher.stop_gateways([name])

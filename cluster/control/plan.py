@@ -62,7 +62,7 @@ from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 from disagg.proto.config import KvReserve
-from disagg.proto.control import PoolKind, PoolName
+from disagg.proto.control import PoolKind, PoolName, ServedAdapter
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import GatewayId, kind_of, model_of
 from disagg.proto.messages import RoleName, WorkerInfo
@@ -94,6 +94,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds between two load reports for the autoscaler; None without one."""
     restarts: int = 0
     """Number of requests to replace workers, as in `ClusterPlan`."""
+    adapters: tuple[ServedAdapter, ...] = ()
+    """Adapters that are served at its start; afterwards it follows the controller."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,25 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, parse_config, pool_path
+from disagg.cluster.config.cluster_config import (
+    ClusterConfig,
+    PoolConfig,
+    active_pools,
+    models_of,
+    parse_config,
+    pool_path,
+)
 from disagg.cluster.config.model_pools import path_prefix
 from disagg.cluster.control.changes import compare
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
+from disagg.cluster.core.adapters import Adapters, Base, Bases
 from disagg.cluster.core.core import ControlCore
 from disagg.cluster.core.rollout import Desired, Plan, Target, configured
 from disagg.cluster.models.catalog import FAKE_MODEL
 from disagg.engine.config import WorkerConfig
 from disagg.gateway.stores import check_stores
 from disagg.gateway.text import checkpoint
-from disagg.proto.control import ApplyReply, ApplyRequest, ControlRefused, PoolName
+from disagg.proto.control import AdapterRecord, ApplyReply, ApplyRequest, ControlRefused, PoolName
 from disagg.proto.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +55,8 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     generations: dict[int, Generation]
     layout: dict[PoolName, int]
     """Sizes by which cores and devices are laid out."""
+    adapters: tuple[AdapterRecord, ...] = ()
+    """Adapters of the configuration and of operators."""
 
     @property
     def present(self) -> ClusterConfig:
@@ -68,6 +78,8 @@ class Plans:
         """Generation whose settings apply that need no restart of a process."""
         self._available, self._cpu_dtype = plan.available, plan.cpu_dtype
         self._memory_bytes = plan.memory_bytes
+        self.adapters = Adapters(() if saved is None else saved.adapters)
+        """The registered adapters."""
         if saved is None:
             self._plans = {1: replace(plan, layout=self._layout)}
             return
@@ -100,6 +112,16 @@ class Plans:
         """Plan of the generation that is configured."""
         return self._plans[self.configured]
 
+    @property
+    def bases(self) -> Bases:
+        """The models of the generation that is configured, for their adapters."""
+        return {
+            key: Base(alone.model.served_name)
+            if (section := alone.adapters) is None
+            else Base(alone.model.served_name, section.models, section.folder)
+            for key, alone in models_of(self.present.config).items()
+        }
+
     def add(self, generation: int, plan: ClusterPlan) -> None:
         """Add the plan of a generation."""
         self._plans = {**self._plans, generation: plan}
@@ -120,7 +142,9 @@ class Plans:
         generations = {
             number: Generation(config=plan.config, restarts=plan.restarts) for number, plan in self._plans.items()
         }
-        return SavedState(desired=desired, generations=generations, layout=dict(self._layout))
+        return SavedState(
+            desired=desired, generations=generations, layout=dict(self._layout), adapters=self.adapters.records
+        )
 
     def worker(self, pool: PoolName, index: int, config_hash: str) -> tuple[WorkerConfig, PoolConfig]:
         """Configuration with which a worker is started. If no plan has that hash, it is the latest configuration of its

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -22,6 +22,7 @@ import grpc
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig
+from disagg.cluster.control.adapters import AdapterCalls, AdapterControl
 from disagg.cluster.control.autoscaler_runner import pool_limits
 from disagg.cluster.control.autoscalers import Autoscalers
 from disagg.cluster.control.launcher import Launcher, LauncherThread
@@ -43,6 +44,7 @@ from disagg.connections.shell.guard import ClusterGuard
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import (
+    AdapterRequest,
     ApplyRequest,
     ControlReply,
     ControlRequest,
@@ -52,13 +54,14 @@ from disagg.proto.control import (
     GatewaySettings,
     PoolName,
     ScaleRequest,
+    ServedAdapters,
     WorkerProven,
     WorkerRejected,
     WorkerWelcome,
 )
 from disagg.proto.errors import ConfigError
-from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import encode
+from disagg.proto.ids import GatewayId, Incarnation, WorkerId, model_of
+from disagg.proto.messages import WorkerInfo, encode
 from disagg.proto.services import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,8 @@ RESTART_GRACE_S = 180.0
 """The same time if the launcher itself restarts processes: long enough to load a model."""
 LAUNCHER_POLL_S = 0.2
 CLOSE_GRACE_S = 0.5
+FOLLOW_TIMEOUT_S = 5.0
+"""Seconds that gateways may take to serve an adapter, or to refuse it, before the operator is answered."""
 
 _OPTIONS = (
     *SERVER_OPTIONS,
@@ -142,6 +147,16 @@ class Controller:
         self._service = ControllerService(
             self.control, self._handle, self._on_load, self._supervisor, self.state, self._lost_grace_s
         )
+        self._adapters_revision = 1
+        """Number of the list of served adapters."""
+        self._adapters = AdapterControl(
+            self._plans.adapters,
+            AdapterCalls(secret),
+            lambda: self._plans.bases,
+            self._ready_workers,
+            self._save_adapters,
+            self._publish_adapters,
+        )
         self._stopping = False
         self._autoscaler: Autoscalers | None = None
         self._autoscaling: asyncio.Task[None] | None = None
@@ -180,6 +195,7 @@ class Controller:
         self._poller = asyncio.create_task(self._poll(self._launcher_thread), name="launcher-poll")
         self._supervisor.start()
         self._run_autoscaler()
+        self._adapters.start()
         return address
 
     async def stop(self) -> None:
@@ -195,6 +211,7 @@ class Controller:
             self._autoscaling.cancel()
             await asyncio.gather(self._autoscaling, return_exceptions=True)
             self._autoscaling = None
+        await self._adapters.stop()
         await self._supervisor.stop()
         await self._prober.stop()
         if self._companion is not None:
@@ -213,6 +230,8 @@ class Controller:
     async def control(self, request: ControlRequest) -> ControlReply:
         """Reply to one `Control` call."""
         assert self._core is not None, "the controller has not started"
+        if isinstance(request, AdapterRequest):
+            return await self._adapters.control(request)
         if (refused := self._core.refusal(request)) is not None:
             return refused
         if isinstance(request, ApplyRequest):
@@ -279,6 +298,7 @@ class Controller:
             self._make_autoscaler(config)
             self._run_autoscaler()
         self._service.send(self._settings_frame())
+        self._adapters.follow_file()
 
     def _run_autoscaler(self) -> None:
         self._autoscaling = None
@@ -296,6 +316,31 @@ class Controller:
                 load_every_s=plan.load_every_s,
             )
         )
+
+    def _settings_frames(self) -> Sequence[bytes]:
+        return self._settings_frame(), self._adapters_frame()
+
+    def _adapters_frame(self) -> bytes:
+        return encode(ServedAdapters(adapters=self._plans.adapters.served, revision=self._adapters_revision))
+
+    async def _publish_adapters(self) -> Sequence[str]:
+        self._adapters_revision += 1
+        self._service.send(self._adapters_frame())
+        late = await self._service.adapters_followed(self._adapters_revision, FOLLOW_TIMEOUT_S)
+        return [f"{gateway_id} did not follow within {FOLLOW_TIMEOUT_S:g} s; it will" for gateway_id in late]
+
+    async def _save_adapters(self) -> None:
+        assert self._core is not None, "the controller has not started"
+        self._save(self._core)
+        await self._flush()
+
+    def _ready_workers(self, key: str) -> list[WorkerInfo]:
+        """The ready workers of a model."""
+        return [
+            worker.info
+            for worker in self._state.workers
+            if worker.phase == "ready" and worker.info is not None and model_of(worker.worker_id) == key
+        ]
 
     def _save(self, core: ControlCore) -> None:
         """Save the desired state, and the generations that it needs."""
@@ -358,7 +403,7 @@ class Controller:
             case events.StartProbe(probe=probe):
                 self._prober.start(probe)
             case events.Publish(change=change, snapshot_for=snapshot_for):
-                self._service.publish(change, snapshot_for, core.membership, self._settings_frame)
+                self._service.publish(change, snapshot_for, core.membership, self._settings_frames)
             case events.Expect(in_s=in_s):
                 self._service.send(encode(ExpectedWorkers(in_s=dict(in_s))))
             case _:

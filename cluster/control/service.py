@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.cluster.core import events
 from disagg.proto.autoscaling import LoadReport
 from disagg.proto.control import (
+    AdaptersFollowed,
     ControllerToWorker,
     ControlReply,
     ControlRequest,
@@ -86,6 +87,10 @@ class ControllerService:
         """Frames that wait for each gateway, encoded, so that a frame for several is encoded once."""
         self._counts: dict[GatewayId, GatewayCounts] = {}
         """The latest counts of each gateway."""
+        self._adapters: dict[GatewayId, int] = {}
+        """The revision of the adapters that each gateway serves."""
+        self._followed = asyncio.Event()
+        """Set when a gateway follows other adapters, or has left."""
 
     def reply(self, worker_id: WorkerId, incarnation: Incarnation, reply: ControllerToWorker) -> None:
         """Send a reply to that process of a worker, if it is connected."""
@@ -108,7 +113,7 @@ class ControllerService:
         change: MembershipChange | None,
         snapshot_for: Collection[GatewayId],
         membership: Callable[[], Membership],
-        settings: Callable[[], bytes],
+        settings: Callable[[], Sequence[bytes]],
     ) -> None:
         """Send a change to all gateways, except those that need a snapshot of the membership or are late. With each
         snapshot the settings are sent, for a gateway that joined, or that missed a message."""
@@ -121,9 +126,24 @@ class ControllerService:
                     frames.get_nowait()
                 snapshot = snapshot or encode(membership())
                 frames.put_nowait(snapshot)
-                frames.put_nowait(settings())
+                for each in settings():
+                    frames.put_nowait(each)
             elif frame is not None:
                 frames.put_nowait(frame)
+
+    async def adapters_followed(self, revision: int, timeout_s: float) -> list[GatewayId]:
+        """Wait until all gateways serve the adapters of a revision, or later ones; returns those that are late."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._late(revision):
+                    self._followed.clear()
+                    await self._followed.wait()
+        except TimeoutError:
+            pass
+        return self._late(revision)
+
+    def _late(self, revision: int) -> list[GatewayId]:
+        return [gateway_id for gateway_id in self._followers if self._adapters.get(gateway_id, 0) < revision]
 
     def with_counts(self, state: ControlState) -> ControlState:
         """The state with the counts of each gateway."""
@@ -197,6 +217,7 @@ class ControllerService:
         if not isinstance(hello, GatewayHello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a gateway begins with GatewayHello")
         frames = self._followers[hello.gateway_id] = asyncio.Queue[bytes]()
+        self._adapters.pop(hello.gateway_id, None)
         watched = ProcessIncarnation(hello.name, hello.gateway_id, hello.pid)
         self._supervisor.watch(watched)
         reader = asyncio.create_task(self._read_follower(requests, hello, watched), name=f"follow-{hello.gateway_id}")
@@ -221,6 +242,8 @@ class ControllerService:
             if self._followers.get(hello.gateway_id) is frames:  # not a later stream of the same gateway
                 del self._followers[hello.gateway_id]
                 self._counts.pop(hello.gateway_id, None)
+                self._adapters.pop(hello.gateway_id, None)
+                self._followed.set()
                 self._supervisor.forget(watched)
                 self._on_load(hello.gateway_id, None)
                 self._on_event(events.GatewayLeft(hello.gateway_id))
@@ -239,6 +262,9 @@ class ControllerService:
                 self._on_load(hello.gateway_id, message)
             elif isinstance(message, SettingsFollowed):
                 self._on_event(events.SettingsFollowed(hello.gateway_id, message.generation))
+            elif isinstance(message, AdaptersFollowed):
+                self._adapters[hello.gateway_id] = message.revision
+                self._followed.set()
             elif isinstance(message, MembershipRequest):
                 logger.info("gateway %s missed a change of the membership: sending a snapshot", hello.gateway_id)
                 self._on_event(events.MembershipMissed(hello.gateway_id))

@@ -8,6 +8,7 @@ from disagg.cluster.core.rollout import Plan
 from disagg.cluster.core.workers import Worker, num_ready
 from disagg.proto.control import (
     MAX_POOL_SIZE,
+    AdapterRequest,
     ApplyRequest,
     ControlRefused,
     ControlRequest,
@@ -39,7 +40,7 @@ def refusal(
         workers: all of them.
         is_adopting: whether the controller waits for the workers of an earlier one.
     """
-    if isinstance(request, StateRequest) or (isinstance(request, ApplyRequest) and request.dry_run):
+    if isinstance(request, StateRequest | AdapterRequest) or (isinstance(request, ApplyRequest) and request.dry_run):
         return None
     if plan is not None and (isinstance(request, ApplyRequest) or _models_of(request) & plan.models):
         what = f"{plan.old.generation} of the configuration is being taken back"

@@ -149,6 +149,7 @@ class GatewayHost:
             link.followed,
         )
         link.on_models = changes.follow
+        link.on_adapters = gateway.served.set_adapters
         try:
             freeze_start()
             self.address, self.http_address = gateway.address, gateway.http_address
@@ -201,6 +202,7 @@ class GatewayHost:
         except TimeoutError as error:
             logger.warning("%s", error)
         self._phase_ended("connect")
+        gateway.served.set_adapters(self._spec.adapters)
         await gateway.start()
         self._phase_ended("listen")
         return gateway

@@ -665,6 +665,66 @@ class ExplainRequestResponse(_message.Message):
     fetched: FetchedKv
     def __init__(self, request_id: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., chosen: _Optional[_Union[PlacementOption, _Mapping]] = ..., options: _Optional[_Iterable[_Union[PlacementOption, _Mapping]]] = ..., policy: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., max_itl_ms: _Optional[float] = ..., trace_parent: _Optional[str] = ..., arrived_at: _Optional[float] = ..., is_probe: bool = ..., detail: _Optional[str] = ..., guardrails: _Optional[_Iterable[_Union[GuardrailDecision, _Mapping]]] = ..., trial: _Optional[str] = ..., model: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., ways: _Optional[_Iterable[_Union[PromptWay, _Mapping]]] = ..., fetched: _Optional[_Union[FetchedKv, _Mapping]] = ...) -> None: ...
 
+class AddAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "base")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    base: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., base: _Optional[str] = ...) -> None: ...
+
+class AddAdapterResponse(_message.Message):
+    __slots__ = ("adapter", "notes")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RemoveAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RemoveAdapterResponse(_message.Message):
+    __slots__ = ("notes",)
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "path", "base", "phase", "detail", "fingerprint", "bytes", "in_file")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FILE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    base: str
+    phase: str
+    detail: str
+    fingerprint: str
+    bytes: int
+    in_file: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., base: _Optional[str] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., fingerprint: _Optional[str] = ..., bytes: _Optional[int] = ..., in_file: bool = ...) -> None: ...
+
 class PromptWay(_message.Message):
     __slots__ = ("kind", "source", "tokens", "get_ms", "prefill_ms", "delay_ms", "chosen")
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -714,7 +774,7 @@ class GuardrailDecision(_message.Message):
     def __init__(self, guardrail: _Optional[str] = ..., rule: _Optional[str] = ..., subject: _Optional[str] = ..., action: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class PlacementOption(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "cost", "missed_targets", "wait_ms", "prefill_ms", "transfer_ms", "decode_ms", "delay_ms", "barrier_ms", "ttft_ms", "tpot_ms")
+    __slots__ = ("prefill_worker", "decode_worker", "cost", "missed_targets", "wait_ms", "prefill_ms", "transfer_ms", "decode_ms", "delay_ms", "barrier_ms", "ttft_ms", "tpot_ms", "adapter_ms")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
@@ -727,6 +787,7 @@ class PlacementOption(_message.Message):
     BARRIER_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_MS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     cost: float
@@ -739,7 +800,8 @@ class PlacementOption(_message.Message):
     barrier_ms: float
     ttft_ms: float
     tpot_ms: float
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cost: _Optional[float] = ..., missed_targets: _Optional[int] = ..., wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., delay_ms: _Optional[float] = ..., barrier_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
+    adapter_ms: float
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cost: _Optional[float] = ..., missed_targets: _Optional[int] = ..., wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., delay_ms: _Optional[float] = ..., barrier_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., adapter_ms: _Optional[float] = ...) -> None: ...
 
 class StageSpan(_message.Message):
     __slots__ = ("stage", "worker", "start_ms", "end_ms")

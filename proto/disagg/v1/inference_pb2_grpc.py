@@ -333,6 +333,21 @@ class AdminServiceStub(object):
                 request_serializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.SerializeToString,
                 response_deserializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/disagg.v1.AdminService/AddAdapter',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/disagg.v1.AdminService/RemoveAdapter',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/disagg.v1.AdminService/ListAdapters',
+                request_serializer=disagg_dot_v1_dot_inference__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=disagg_dot_v1_dot_inference__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/disagg.v1.AdminService/GetLoad',
                 request_serializer=disagg_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
@@ -427,6 +442,30 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """AddAdapter serves a LoRA adapter as a model, or the present content of its folder under a name that is served. All
+        ready workers of its model load it first; what one of them refuses is INVALID_ARGUMENT. Requests that run end with the
+        earlier content. It answers when the gateways serve it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """RemoveAdapter refuses requests for an adapter from now on. Those that wait for a worker end with NOT_FOUND, those that
+        run go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters returns all adapters, those that could not be loaded among them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """GetLoad returns what the recent load is replayed from: the latest requests, and the workers as placement has them.
         """
@@ -505,6 +544,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ApplyConfig,
                     request_deserializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.FromString,
                     response_serializer=disagg_dot_v1_dot_inference__pb2.ApplyConfigResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.AddAdapterRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=disagg_dot_v1_dot_inference__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=disagg_dot_v1_dot_inference__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -771,6 +825,87 @@ class AdminService(object):
             '/disagg.v1.AdminService/ApplyConfig',
             disagg_dot_v1_dot_inference__pb2.ApplyConfigRequest.SerializeToString,
             disagg_dot_v1_dot_inference__pb2.ApplyConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/AddAdapter',
+            disagg_dot_v1_dot_inference__pb2.AddAdapterRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/RemoveAdapter',
+            disagg_dot_v1_dot_inference__pb2.RemoveAdapterRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/disagg.v1.AdminService/ListAdapters',
+            disagg_dot_v1_dot_inference__pb2.ListAdaptersRequest.SerializeToString,
+            disagg_dot_v1_dot_inference__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,262 @@
+"""The shell around the registry of adapters: has workers check them, and tells gateways.
+
+add ──LoadAdapter──> all ready workers of the model ──one fingerprint──> saved ──> gateways serve it ──> answer
+remove ──> saved ──> gateways refuse it ──> UnloadAdapter ──> answer
+configuration ──> what it names is checked when workers are ready, in the background
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import grpc
+import grpc.aio
+import msgspec
+
+from disagg.cluster.core.adapters import Adapters, Bases
+from disagg.connections.cluster_secret import ClusterSecret
+from disagg.connections.shell.channels import open_channel
+from disagg.proto.control import (
+    AdapterList,
+    AdapterRecord,
+    AdapterRequest,
+    AddAdapter,
+    ControlRefused,
+    ControlReply,
+    ListAdapters,
+)
+from disagg.proto.messages import (
+    Adapter,
+    AdapterLoaded,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+    WorkerInfo,
+    decoder,
+    encode,
+)
+from disagg.proto.services import LOAD_ADAPTER, UNLOAD_ADAPTER
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 60.0
+"""Seconds that a worker may take to check and load an adapter."""
+UNLOAD_TIMEOUT_S = 5.0
+LOOK_S = 0.25
+"""Seconds between two checks whether workers are ready for adapters of the configuration."""
+AGAIN_S = 30.0
+"""Seconds after which refused adapters of the configuration are checked again."""
+MAX_DETAIL_CHARS = 1000
+
+
+class AdapterError(Exception):
+    """Workers do not load an adapter, or do not agree on it."""
+
+
+class AdapterWorkers(Protocol):
+    """The calls of workers."""
+
+    async def load(self, workers: Sequence[WorkerInfo], adapter: Adapter) -> AdapterLoaded:
+        """Have all of these workers load it; returns what they agree on. Raises `AdapterError`."""
+        ...
+
+    async def unload(self, workers: Sequence[WorkerInfo], fingerprint: str) -> None:
+        """Tell these workers that it is not needed. Failures are logged: an adapter that is not used makes room."""
+        ...
+
+
+class AdapterCalls(AdapterWorkers):
+    """Implements `AdapterWorkers` by gRPC."""
+
+    def __init__(self, secret: ClusterSecret) -> None:
+        self._secret = secret
+
+    async def load(self, workers: Sequence[WorkerInfo], adapter: Adapter) -> AdapterLoaded:
+        """All at the same time."""
+        if not workers:
+            raise AdapterError("no worker of its model is ready to check it; try again when one is")
+        message = encode(LoadAdapter(adapter=adapter))
+        calls = (self._call(info, LOAD_ADAPTER, message, LOAD_TIMEOUT_S) for info in workers)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: dict[str, AdapterLoaded] = {}
+        problems: dict[str, list[str]] = {}
+        for info, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, grpc.aio.AioRpcError):
+                problems.setdefault(answer.details() or answer.code().name, []).append(info.worker_id)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[info.worker_id] = decoder(AdapterLoaded).decode(answer)
+        if problems:
+            told = (f"{', '.join(sorted(ids)[:4])}: {why}" for why, ids in problems.items())
+            raise AdapterError("; ".join(told)[:MAX_DETAIL_CHARS])
+        if len({loaded.fingerprint for loaded in found.values()}) > 1:
+            each = ", ".join(f"{name} {loaded.fingerprint[:12]}" for name, loaded in sorted(found.items())[:8])
+            raise AdapterError(f"workers find different contents at {adapter.path}: {each}")
+        return next(iter(found.values()))
+
+    async def unload(self, workers: Sequence[WorkerInfo], fingerprint: str) -> None:
+        """All at the same time."""
+        message = encode(UnloadAdapter(fingerprint=fingerprint))
+        calls = (self._call(info, UNLOAD_ADAPTER, message, UNLOAD_TIMEOUT_S) for info in workers)
+        for info, answer in zip(workers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                logger.info("%s could not be told that an adapter was removed: %r", info.worker_id, answer)
+            else:
+                decoder(AdapterUnloaded).decode(answer)
+
+    async def _call(self, info: WorkerInfo, method: str, message: bytes, timeout_s: float) -> bytes:
+        async with open_channel(info.address, self._secret) as channel:
+            call = channel.unary_unary(method, None, None)
+            answer: bytes = await call(message, timeout=timeout_s, metadata=self._secret.metadata)
+            return answer
+
+
+class AdapterControl:
+    """Owner of the registry; on the controller's loop. One request is carried out at a time.
+
+    Args:
+        adapters: the registry, with what an earlier controller saved.
+        calls: of workers.
+        bases: the models that are served now.
+        ready: the ready workers of a model, by its key.
+        save: saves the registry; returns when that is done.
+        publish: tells all gateways; returns what is to be known of those that did not follow in time.
+    """
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        calls: AdapterWorkers,
+        bases: Callable[[], Bases],
+        ready: Callable[[str], Sequence[WorkerInfo]],
+        save: Callable[[], Awaitable[None]],
+        publish: Callable[[], Awaitable[Sequence[str]]],
+    ) -> None:
+        self.adapters = adapters
+        self._calls = calls
+        self._bases = bases
+        self._ready = ready
+        self._save = save
+        self._publish = publish
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._must_publish = False
+        """Whether a change of the configuration is not published yet."""
+
+    def start(self) -> None:
+        """Begin to check adapters of the configuration."""
+        self.follow_file()
+        self._task = asyncio.create_task(self._run(), name="adapters")
+
+    async def stop(self) -> None:
+        """End the checks. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def follow_file(self) -> None:
+        """Take the adapters of the present configuration."""
+        self._must_publish |= self.adapters.follow(self._bases())
+
+    async def control(self, request: AdapterRequest) -> ControlReply:
+        """Reply to an operator's request."""
+        if isinstance(request, ListAdapters):
+            return self._list()
+        async with self._lock:
+            if isinstance(request, AddAdapter):
+                return await self._add(request)
+            return await self._remove(request.name)
+
+    async def _add(self, request: AddAdapter) -> ControlReply:
+        key = self.adapters.find_base(request, self._bases())
+        if isinstance(key, ControlRefused):
+            return key
+        try:
+            loaded = await self._calls.load(self._ready(key), Adapter(name=request.name, path=request.path))
+        except AdapterError as error:
+            return ControlRefused(field="path", message=str(error))
+        key = self.adapters.find_base(request, self._bases())  # another configuration may have come meanwhile
+        if isinstance(key, ControlRefused):
+            return key
+        known = self.adapters.get(request.name)
+        is_in_file = known is not None and known.is_in_file
+        folder = self._bases()[key].folder
+        record = AdapterRecord(name=request.name, path=request.path, model=key, folder=folder, is_in_file=is_in_file)
+        self.adapters.ready(record, loaded.fingerprint, loaded.bytes)
+        logger.info("adapter %s of %s is served: %s", request.name, self._bases()[key].name, loaded.fingerprint[:12])
+        return await self._changed()
+
+    async def _remove(self, name: str) -> ControlReply:
+        if (refused := self.adapters.removal_refusal(name)) is not None:
+            return refused
+        record = self.adapters.get(name)
+        assert record is not None, "its removal was refused"
+        self.adapters.remove(name)
+        logger.info("adapter %s is not served any more", name)
+        reply = await self._changed()
+        await self._forget([record])
+        return reply
+
+    async def _changed(self) -> AdapterList:
+        """Save and publish the registry, and return it."""
+        await self._save()
+        return self._list(await self._publish())
+
+    async def _forget(self, removed: Sequence[AdapterRecord]) -> None:
+        """Tell workers of contents that no name stands for any more."""
+        needed = {each.adapter.fingerprint for each in self.adapters.served}
+        for record in removed:
+            if record.served is not None and record.served.fingerprint not in needed:
+                await self._calls.unload(self._ready(record.model), record.served.fingerprint)
+
+    def _list(self, notes: Sequence[str] = ()) -> AdapterList:
+        bases = self._bases()
+        shown = (
+            msgspec.structs.replace(record, base=bases[record.model].name if record.model in bases else "")
+            for record in self.adapters.records
+        )
+        return AdapterList(adapters=tuple(shown), notes=tuple(notes))
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        again_at = loop.time() + AGAIN_S
+        while True:
+            try:
+                if self._must_publish:
+                    self._must_publish = False
+                    async with self._lock:
+                        await self._changed()
+                is_again = loop.time() >= again_at
+                if is_again:
+                    again_at = loop.time() + AGAIN_S
+                for record in self.adapters.to_check(failed=is_again):
+                    await self._check(record)
+            except Exception:
+                # A bug. The next turn tries again.
+                logger.exception("adapters of the configuration could not be checked")
+            await asyncio.sleep(LOOK_S)
+
+    async def _check(self, record: AdapterRecord) -> None:
+        workers = self._ready(record.model)
+        if not workers:
+            return
+        async with self._lock:
+            if self.adapters.get(record.name) != record:
+                return
+            try:
+                loaded = await self._calls.load(workers, Adapter(name=record.name, path=record.path))
+            except AdapterError as error:
+                if self.adapters.get(record.name) == record:
+                    self.adapters.failed(record, str(error))
+                    logger.warning("adapter %s of the configuration cannot be served: %s", record.name, error)
+                return
+            if self.adapters.get(record.name) != record:
+                return
+            self.adapters.ready(record, loaded.fingerprint, loaded.bytes)
+            logger.info("adapter %s of the configuration is served: %s", record.name, loaded.fingerprint[:12])
+            await self._changed()
