@@ -34,6 +34,7 @@ from disagg.gateway.openai.shell.vectors import Vectors
 from disagg.gateway.openapi import operations
 from disagg.gateway.openapi.operation import Operation
 from disagg.gateway.openapi.shell.handlers import OpenApi
+from disagg.gateway.operators.shell.adapters import AdapterHandlers
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.other_apis.shell.message_models import ModelList, is_asked
@@ -80,6 +81,7 @@ class HttpApp:
         page: for operators; `None` serves none.
         files, batches: answer OpenAI's files and batches; None where none are served.
         usage: shows what was used; None has no such path.
+        adapters: adds and removes adapters; None has no such paths.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class HttpApp:
         files: Files | None = None,
         batches: Batches | None = None,
         usage: UsageHandler | None = None,
+        adapters: AdapterHandlers | None = None,
     ) -> None:
         self._audit = audit
         self._sites = sites
@@ -113,6 +116,7 @@ class HttpApp:
                 *_of_page(page),
                 *_of_batches(files, batches),
                 *(() if usage is None else ((operations.USAGE, usage.list),)),
+                *_of_adapters(adapters),
             )
         )
         """Every operation with its handler: routes and document are made of them."""
@@ -263,7 +267,9 @@ def _authorization(exchange: Exchange) -> str | None:
 
 
 def _is_inference(method: str, path: str) -> bool:
-    """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway."""
+    """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway, and adapters."""
+    if path in (operations.LOAD_ADAPTER.path, operations.UNLOAD_ADAPTER.path):
+        return False
     if method not in ("GET", "HEAD"):
         return True
     return path.startswith("/v1/") and not path.startswith(operations.MODELS.path) and path != operations.USAGE.path
@@ -283,6 +289,12 @@ def _of_batches(files: Files | None, batches: Batches | None) -> Sequence[Served
         (operations.BATCH, batches.one),
         (operations.CANCEL_BATCH, batches.cancel),
     )
+
+
+def _of_adapters(adapters: AdapterHandlers | None) -> Sequence[Served]:
+    if adapters is None:
+        return ()
+    return ((operations.LOAD_ADAPTER, adapters.load), (operations.UNLOAD_ADAPTER, adapters.unload))
 
 
 def _with_document(served: Sequence[Served]) -> tuple[Served, ...]:

@@ -46,6 +46,7 @@ from disagg.gateway.models.pair_check import PairCheckers
 from disagg.gateway.models.served_models import ServedModels
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
+from disagg.gateway.operators.shell.adapters import AdapterHandlers
 from disagg.gateway.operators.shell.admin import AdminService, Control, no_controller
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
@@ -218,7 +219,7 @@ class GatewayServer:
                 config.batches,
                 config.name,
                 _mint_id(),
-                self.served.views,
+                self.served.batch_views,
                 wakes_workers=not self._waits_for_workers,
                 ttft_s=config.ttft_target_s,
                 tpot_s=config.tpot_target_s,
@@ -374,6 +375,7 @@ class GatewayServer:
             files=None if batches is None else Files(batches, config.read_timeout_s),
             batches=None if batches is None else Batches(batches, limits),
             usage=UsageHandler(self._usage),
+            adapters=AdapterHandlers(self._control, limits, self._audit),
         )
         tls = self._security.tls
         connections = ConnectionLimits(

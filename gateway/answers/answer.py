@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from disagg.gateway.requests.answer_events import Delta, Finish
 from disagg.gateway.text.detokenizer import Piece, TextStream
+from disagg.proto.adapters import version_with
 from disagg.proto.errors import DeadlineError, InternalError
 from disagg.proto.messages import TokenLogprobs
 from disagg.proto.token_ids import PackedTokenIds
@@ -71,6 +72,11 @@ class Answer:
         """Of the model that makes it; empty while that is not known."""
         return self._routed.model_version if self._trace is None else self._trace.model_version
 
+    @property
+    def told_version(self) -> str:
+        """What the client is told of that version, see `version_with`."""
+        return version_with(self.model_version, self._routed.adapter)
+
     def cancel(self) -> None:
         """Give it up, unless it ended. Idempotent."""
         if self._handle.completion is None and not self._cancelled:
@@ -100,7 +106,7 @@ class Answer:
                 first_index = text.num_tokens
                 piece = self._push(batch)
                 logprobs = self._logprobs(batch, len(piece.token_ids))
-                version = self._trace.model_version if tells_version and self._trace is not None else ""
+                version = self.told_version if tells_version and self._trace is not None else ""
                 tells_version = False
                 yield Delta(
                     first_index=first_index,

@@ -12,6 +12,7 @@ flight.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -56,9 +57,11 @@ from disagg.gateway.text.detokenizer import TextStream
 from disagg.gateway.text.reasoning import Phase, first_phase
 from disagg.gateway.text.tokenizer import ServedModel, Tokenizer
 from disagg.gateway.text.tool_calls import tool_parser
+from disagg.proto.adapters import version_with
 from disagg.proto.block_hash import chain_hashes, root_hash
-from disagg.proto.errors import InvalidRequestError
+from disagg.proto.errors import AdapterRemovedError, InvalidRequestError
 from disagg.proto.ids import BlockHash, RequestId
+from disagg.proto.messages import Adapter
 from disagg.proto.token_ids import (
     PackedTokenIds,
     num_token_ids,
@@ -137,6 +140,30 @@ class Generator:
         self._offload = offload
         self._guardrails = guardrails
         self._grammars = grammars or Grammars(None)
+        self.adapter: Adapter | None = None
+        """The adapter whose name stands for this generator; None for the model itself."""
+        self._adapter_bytes = 0
+        self.is_removed = False
+        """Set where its adapter is not served any more: what is not submitted yet is refused."""
+        self.base_name = model.info.name
+        """The name of the model that is served without an adapter."""
+
+    def with_adapter(self, adapter: Adapter, num_bytes: int) -> Generator:
+        """A generator of the same model with an adapter, under the adapter's name. All else is shared."""
+        found = copy.copy(self)
+        found.model = replace(self.model, info=replace(self.model.info, name=adapter.name))
+        found.adapter, found._adapter_bytes = adapter, num_bytes
+        return found
+
+    def is_of(self, base: Generator) -> bool:
+        """Whether it is the generator of an adapter of that model's generator."""
+        return self._router is base._router and self._grammars is base._grammars
+
+    def remove_adapter(self) -> None:
+        """End its requests that wait, and refuse those that are tokenized; its adapter is not served any more."""
+        assert self.adapter is not None, "it is of a model"
+        self.is_removed = True
+        self._router.remove_adapter(self.adapter)
 
     def run(self, prompt: AdmittedPrompt) -> Events:
         """The events of the answers to a prompt, merged as tokens come. Nothing is done before they are read. Close
@@ -304,7 +331,9 @@ class Generator:
             sampling = fit_prompt(checked, token_ids, self.limits, seed)
             packed = pack_token_ids(token_ids)
             known = PackedTokenIds(packed + pack_token_ids(checked.resumed)) if checked.resumed else packed
-            root = root_hash(self._prefix_root, prefix_salt(call.caller.tenant, checked.cache_salt))
+            salt = prefix_salt(call.caller.tenant, checked.cache_salt)
+            adapter = self.adapter
+            root = root_hash(self._prefix_root, salt, adapter.fingerprint if adapter else "")
             if checked.pooling is not None and checked.pooling.is_whole:  # no cached prefix serves it
                 root = BlockHash(b"")
             return RoutedRequest(
@@ -326,14 +355,18 @@ class Generator:
                 prepaid_tokens=prompt.prepaid_tokens,
                 tokenize_queue_s=queue_s,
                 resumed_token_ids=checked.resumed,
-                model_version=checked.model_version,
+                model_version=version_with(checked.model_version, adapter),
                 speculation=checked.speculation,
                 in_session=checked.in_session or call.in_session,
                 pooling=checked.pooling,
+                adapter=adapter,
+                adapter_bytes=self._adapter_bytes,
             )
 
         routed = await self.offload(checked.prompt.num_bytes, prepare, call.deadline)
         check_deadline(None if call.deadline is None else call.deadline - self.clock())
+        if self.is_removed:
+            raise AdapterRemovedError(self.model.info.name)
         return routed
 
     def _one_of(self, first: RoutedRequest, answer_index: int) -> RoutedRequest:
@@ -439,7 +472,7 @@ def _note_ended(call: Call, checked: CheckedRequest, routed: RoutedRequest, text
     """Count an answer of which the client has all tokens."""
     call.use.add(routed.num_prompt_tokens, 0, text.num_tokens)
     call.use.token_ids.extend(checked.resumed)
-    _note_stream(call, checked, routed, checked.model_version)
+    _note_stream(call, checked, routed, routed.model_version)
 
 
 def stream_id(tenant: str, model: str, model_version: str, checked: CheckedRequest, routed: RoutedRequest) -> bytes:

@@ -64,7 +64,7 @@ class GuardedAnswer(Answer):
                     if not delta.token_ids:
                         yield delta
                         continue
-                    version = self._trace.model_version if tells_version and self._trace is not None else ""
+                    version = self.told_version if tells_version and self._trace is not None else ""
                     if tells_version:
                         delta = self._with_prompt(delta)
                     tells_version = False

@@ -51,7 +51,8 @@ class BatchService:
         options: see there.
         name: of this gateway, the same in each of its lives.
         life: of this process; another one each time.
-        views: of each model that is served now, by its name: its workers and requests. It changes with the models.
+        views: of each model and adapter that is served now, by its name: its workers and requests. It changes with
+            these.
         wakes_workers: whether a request makes a worker start where there is none.
         ttft_s, tpot_s: the configured targets of interactive requests; None where there is none.
 
@@ -73,6 +74,7 @@ class BatchService:
         self.options = options
         self._name, self._owner = name, owner_of(name, life)
         self._views = views
+        self._known: set[str] = set()
         self._names: list[str] = []
         """Names of models that are or were served. Positions never change, because waiting lines refer to them."""
         self._bounds = bounds_for(ttft_s, tpot_s, options.max_step_ms)
@@ -103,7 +105,9 @@ class BatchService:
 
     def models(self) -> list[str]:
         """Names of the models that are or were served. The position of a name never changes."""
-        self._names += [name for name in self._views if name not in self._names]
+        new = [name for name in self._views if name not in self._known]
+        self._names += new[: NO_MODEL - len(self._names)]
+        self._known.update(new)
         return self._names
 
     def batch_quota(self, model: int, num_running: int, num_all: int) -> BatchQuota:

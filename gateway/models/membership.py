@@ -4,6 +4,7 @@
           <── WorkerDrained, when this gateway has nothing left on a draining worker; a heartbeat twice a second
           <── MembershipRequest, when a change is missing
     GatewaySettings ──> routers, models ──> SettingsFollowed
+    ServedAdapters ──> names of models ──> AdaptersFollowed
     ExpectedWorkers ──> routers, whose requests wait for those that are coming
 
 While the controller is away the gateway continues to serve with its present workers. Each stream begins with all of the
@@ -27,6 +28,8 @@ from disagg.gateway.config import ModelSource
 from disagg.proto.autoscaling import AutoscalerState, LoadReport
 from disagg.proto.control import (
     HEARTBEAT_S,
+    AdapterRequest,
+    AdaptersFollowed,
     ControllerToGateway,
     ControlReply,
     ControlRequest,
@@ -40,6 +43,8 @@ from disagg.proto.control import (
     Member,
     Membership,
     MembershipRequest,
+    ServedAdapter,
+    ServedAdapters,
     SettingsFollowed,
     WorkerDrained,
     WorkerIncarnation,
@@ -56,6 +61,8 @@ logger = logging.getLogger(__name__)
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 CALL_TIMEOUT_S = 5.0
+ADAPTER_TIMEOUT_S = 90.0
+"""The same while workers load an adapter."""
 REPORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds that the drain of a worker waits until other workers, which may replace it, are connected."""
@@ -157,6 +164,8 @@ class ControllerLink:
         self.on_models: OnModels = lambda generation, models, routers: self.followed(generation)
         """Called with the models that the cluster serves; the callee answers with `followed`. Set by the owner of the
         models."""
+        self.on_adapters: Callable[[Sequence[ServedAdapter]], None] = lambda adapters: None
+        """Called with all adapters that the cluster serves. Set by the owner of the models."""
 
     def start(
         self, address: str, pid: int, http_address: str = "", own_address: str = "", own_http_address: str = ""
@@ -202,7 +211,8 @@ class ControllerLink:
             address = self._connected_to or await self._address()
             async with open_channel(address, self._secret) as channel:
                 control = channel.unary_unary(CONTROL, None, None)
-                frame = await control(encode(request), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                timeout_s = ADAPTER_TIMEOUT_S if isinstance(request, AdapterRequest) else CALL_TIMEOUT_S
+                frame = await control(encode(request), timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"the controller does not answer: {error.details()}", "controller_away") from error
         reply: ControlReply = decoder(ControlReply).decode(frame)
@@ -286,6 +296,10 @@ class ControllerLink:
             self._workers.configure(routers)
             models = msgspec.json.decode(message.models, type=tuple[ModelSource, ...])
             self.on_models(message.generation, models, routers)
+            return
+        if isinstance(message, ServedAdapters):
+            self.on_adapters(message.adapters)
+            self._outbox.put_nowait(AdaptersFollowed(revision=message.revision))
             return
         self.counters["snapshot" if isinstance(message, Membership) else "change"] += 1
         taken = self._copy.apply(message)

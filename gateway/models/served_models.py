@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from disagg.gateway.answers.generator import Generator
@@ -24,6 +24,7 @@ from disagg.gateway.models.pair_check import RouterPairChecker
 from disagg.gateway.requests.validate import Limits
 from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.clock.process_clock import process_clock
+from disagg.proto.control import ServedAdapter
 from disagg.proto.ids import RequestId
 from disagg.router.all_routers import AllRouters
 from disagg.router.api import ClusterView, Router
@@ -81,6 +82,9 @@ class ServedModels:
         self.views: dict[str, Callable[[], ClusterView]] = {}
         """Views of the routers by model name, for metrics and for the room of batches; always the same dictionary."""
         self.pair_checkers: dict[str, RouterPairChecker] = {}
+        self.batch_views: dict[str, Callable[[], ClusterView]] = {}
+        """The same with the names of adapters, for the room of batches."""
+        self._adapters: tuple[ServedAdapter, ...] = ()
         self.models = Models()
         """The models that requests may name."""
         self._observe()
@@ -119,6 +123,12 @@ class ServedModels:
             self._serve(key)
         return self.models
 
+    def set_adapters(self, adapters: Sequence[ServedAdapter]) -> None:
+        """Let requests name these adapters from now on, and no others. Requests that wait for one whose name is gone are
+        ended; those of a replaced one go on with its earlier content."""
+        self._adapters = tuple(adapters)
+        self._follow_adapters()
+
     def add(self, source: ModelSource, model: ServedModel, router: Router) -> None:
         """Serve another model. It may have the name of a withdrawn one."""
         key = source.key
@@ -129,10 +139,12 @@ class ServedModels:
     def withdraw(self, key: str) -> None:
         """Refuse further requests for a model."""
         self.models.remove(self._generators[key])
+        self._follow_adapters()
 
     def restore(self, key: str) -> None:
         """Accept requests for a withdrawn model again. Undoes `withdraw`."""
         self.models.add(self._generators[key])
+        self._follow_adapters()
 
     def is_idle(self, key: str) -> bool:
         """Whether a model has no worker and no request."""
@@ -162,7 +174,28 @@ class ServedModels:
             dice=random.SystemRandom(),
         )
         self.models.add(self._generators[key])
+        self._follow_adapters()
+
+    def _follow_adapters(self) -> None:
+        """Make the generators of adapters whose model may be named; one that is as before stays."""
+        before, now = self.models.adapters, dict[str, Generator]()
+        bases = {generator.model.info.name: generator for generator in self.models.generators}
+        for each in self._adapters:
+            base = self._generators.get(each.model)
+            if base is None or bases.get(base.model.info.name) is not base or each.adapter.name in bases:
+                continue
+            known = before.get(each.adapter.name)
+            is_same = known is not None and known.adapter == each.adapter and known.is_of(base)
+            now[each.adapter.name] = known if known and is_same else base.with_adapter(each.adapter, each.num_bytes)
+        self.models.set_adapters(now)
+        self._observe()
+        for name, generator in before.items():
+            if name not in now:
+                generator.remove_adapter()
 
     def _observe(self) -> None:
         self.views.clear()
         self.views.update({source.name: self.routers[key].view for key, source in self.sources.items()})
+        adapters = {name: self.views[each.base_name] for name, each in self.models.adapters.items()}
+        self.batch_views.clear()
+        self.batch_views.update({**adapters, **self.views})

@@ -201,6 +201,23 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Integer | None = None
 
 
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    """The name that requests use."""
+    lora_path: str
+    """Its folder below `adapters.folder` of the configuration."""
+    load_inplace: bool = False
+    """Whether it replaces an adapter of that name."""
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 

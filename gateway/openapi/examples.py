@@ -109,3 +109,5 @@ TOKENIZE: Final[Examples] = {
     "a conversation": {"model": MODEL, "messages": _TURNS},
 }
 DETOKENIZE: Final[Examples] = {"token ids": {"model": MODEL, "tokens": [1, 2, 3]}}
+LOAD_ADAPTER: Final[Examples] = {"an adapter": {"lora_name": "sql", "lora_path": "sql-lora"}}
+UNLOAD_ADAPTER: Final[Examples] = {"an adapter": {"lora_name": "sql"}}

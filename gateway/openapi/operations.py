@@ -14,9 +14,11 @@ from disagg.gateway.openai.schema import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    LoadAdapterBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from disagg.gateway.openapi import examples
 from disagg.gateway.openapi.answers import cluster, messages, openai, responses
@@ -207,6 +209,27 @@ DETOKENIZE: Final = Operation(
     body=DetokenizeBody,
     examples=examples.DETOKENIZE,
     answer=openai.Text,
+)
+
+LOAD_ADAPTER: Final = Operation(
+    method="POST",
+    path="/v1/load_lora_adapter",
+    name="loadAdapter",
+    tag="models",
+    summary="Serve a LoRA adapter as a model; for admins.",
+    body=LoadAdapterBody,
+    examples=examples.LOAD_ADAPTER,
+    content_type="text/plain",
+)
+UNLOAD_ADAPTER: Final = Operation(
+    method="POST",
+    path="/v1/unload_lora_adapter",
+    name="unloadAdapter",
+    tag="models",
+    summary="Serve a LoRA adapter no more; for admins.",
+    body=UnloadAdapterBody,
+    examples=examples.UNLOAD_ADAPTER,
+    content_type="text/plain",
 )
 
 HEALTH: Final = _get(

@@ -16,6 +16,8 @@ from disagg.gateway.rpc.callers_view import leave_out_load, leave_out_models
 from disagg.gateway.usage.counts import Page, date_of
 from disagg.proto.autoscaling import Decision
 from disagg.proto.control import (
+    AdapterList,
+    AdapterRecord,
     ApplyReply,
     ControlRefused,
     ControlReply,
@@ -24,7 +26,7 @@ from disagg.proto.control import (
     GatewayRecord,
     WorkerRecord,
 )
-from disagg.proto.errors import InternalError, InvalidRequestError
+from disagg.proto.errors import AdapterNotFoundError, InternalError, InvalidRequestError
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import StartPhase, WorkerInfo, WorkerMetrics
 from disagg.router.api import QUARANTINED, ClusterView, Option, RequestTrace, Way, WorkerView
@@ -154,8 +156,10 @@ def pool_states(state: ControlState) -> list[pb.PoolState]:
 
 
 def state_in(reply: ControlReply) -> ControlState:
-    """The state in a reply; raises `InvalidRequestError` for a refusal."""
+    """The state in a reply; raises `InvalidRequestError` for a refusal, or `AdapterNotFoundError`."""
     if isinstance(reply, ControlRefused):
+        if reply.is_missing:
+            raise AdapterNotFoundError(reply.message)
         raise InvalidRequestError(reply.field, reply.message)
     if not isinstance(reply, ControlState):
         raise InternalError(f"the controller answered {type(reply).__name__}")
@@ -172,6 +176,28 @@ def apply_answer(reply: ControlReply) -> pb.ApplyConfigResponse:
         for each in reply.changes
     ]
     return pb.ApplyConfigResponse(generation=reply.generation, changes=changes, pools=reply.pools)
+
+
+def adapters_in(reply: ControlReply) -> AdapterList:
+    """The adapters in a reply; raises `InvalidRequestError` for a refusal."""
+    if not isinstance(reply, AdapterList):
+        state_in(reply)
+        raise InternalError(f"the controller answered {type(reply).__name__}")
+    return reply
+
+
+def adapter_answer(record: AdapterRecord) -> pb.Adapter:
+    """One adapter."""
+    return pb.Adapter(
+        name=record.name,
+        path=record.path,
+        base=record.base,
+        phase=record.phase,
+        detail=record.detail,
+        fingerprint="" if record.served is None else record.served.fingerprint,
+        bytes=record.num_bytes,
+        in_file=record.is_in_file,
+    )
 
 
 def _rollout(state: ControlState, *, with_details: bool) -> pb.RolloutState | None:
@@ -325,6 +351,7 @@ def _option(option: Option) -> pb.PlacementOption:
         barrier_ms=option.barrier_ms,
         ttft_ms=option.ttft_ms,
         tpot_ms=option.tpot_ms,
+        adapter_ms=option.adapter_ms,
     )
 
 

@@ -23,6 +23,7 @@ from disagg.gateway.text.tokenizer import ServedModel, load_model
 from disagg.proto.errors import DisaggError, LimitError, RequestCancelledError
 from disagg.proto.grammars import grammar_tokenizer
 from disagg.proto.ids import RequestId, WorkerId
+from disagg.proto.messages import Adapter
 from disagg.router.api import (
     CallDemand,
     ClusterView,
@@ -202,6 +203,7 @@ class FakeRouter:
         self.left = Quota()
         self.stated: list[dict[str, TenantLimits]] = []
         self.forgotten: list[str] = []
+        self.removed_adapters: list[Adapter] = []
         self.given_back: list[tuple[str, int, int]] = []
         self.no_room: DisaggError | None = None
         self.submitted: list[tuple[RoutedRequest, float]] = []
@@ -231,6 +233,9 @@ class FakeRouter:
     def forget(self, tenant: str) -> dict[WorkerId, bool]:
         self.forgotten.append(tenant)
         return {WorkerId("decode-0"): False, WorkerId("prefill-0"): True}
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        self.removed_adapters.append(adapter)
 
     def submit(self, request: RoutedRequest, arrival: float) -> FakeHandle:
         if self.refusal is not None:

@@ -105,8 +105,8 @@ class Information:
             "object": "model",
             "created": self.created,
             "owned_by": "disagg",
-            "root": info.name,
-            "parent": None,
+            "root": info.name if generator.adapter is None else generator.adapter.path,
+            "parent": None if generator.adapter is None else generator.base_name,
             "max_model_len": info.max_model_len,
         }
 

@@ -205,14 +205,14 @@ class TextCompletionChunk(Struct, forbid_unknown_fields=True):
 
 
 class Model(Struct, forbid_unknown_fields=True):
-    """A served model."""
+    """A served model; or an adapter, whose `parent` is its base model and whose `root` is its folder."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 

@@ -19,6 +19,8 @@ from disagg.gateway.auth.auth import Caller
 from disagg.gateway.auth.shell.rights import Rights, usage_of
 from disagg.gateway.models.pair_check import PairChecker
 from disagg.gateway.operators.admin_answers import (
+    adapter_answer,
+    adapters_in,
     apply_answer,
     explanation,
     placement_facts,
@@ -36,13 +38,16 @@ from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import (
+    AddAdapter,
     ApplyRequest,
     ControlReply,
     ControlRequest,
     ControlState,
     DrainRequest,
+    ListAdapters,
     PoolKind,
     PoolName,
+    RemoveAdapter,
     ScaleRequest,
     StateRequest,
 )
@@ -224,6 +229,28 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 ready_timeout_s=timeout_s,
             )
             return apply_answer(await self._control(asked))
+
+    @override
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: Context) -> pb.AddAdapterResponse:
+        async with abort_on_error(context), self._change(context, f"add adapter {request.name[:MAX_CHARS]}"):
+            asked = AddAdapter(name=request.name, path=request.path, base=request.base)
+            found = adapters_in(await self._control(asked))
+            added = [adapter_answer(record) for record in found.adapters if record.name == request.name]
+            return pb.AddAdapterResponse(adapter=added[0] if added else None, notes=found.notes)
+
+    @override
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: Context) -> pb.RemoveAdapterResponse:
+        async with abort_on_error(context), self._change(context, f"remove adapter {request.name[:MAX_CHARS]}"):
+            return pb.RemoveAdapterResponse(
+                notes=adapters_in(await self._control(RemoveAdapter(name=request.name))).notes
+            )
+
+    @override
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        async with abort_on_error(context):
+            self._rights.require_admin(context)
+            found = adapters_in(await self._control(ListAdapters()))
+            return pb.ListAdaptersResponse(adapters=[adapter_answer(record) for record in found.adapters])
 
     @override
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:

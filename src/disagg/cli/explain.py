@@ -26,7 +26,7 @@ from disagg.gateway.operators.admin_answers import explanation_json
 from disagg.proto.errors import PermissionDeniedError, RequestNotFoundError
 
 WATERFALL_CELLS = 40
-PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier")
+PARTS = ("wait", "prefill", "transfer", "decode", "delay", "barrier", "adapter")
 """Parts of an option's cost; each is a column of the table if any option has some of it."""
 MAX_LISTED = 1000
 """Largest number of requests that a gateway lists."""

@@ -22,7 +22,7 @@ from disagg.cli.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from disagg.cli.cluster import app as cluster_app
 from disagg.cli.load import load_app
 from disagg.cli.model import model_app
-from disagg.cli.operations.commands import batch_app
+from disagg.cli.operations.commands import adapter_app, batch_app
 from disagg.cli.operations.commands import register as register_usage
 from disagg.cli.planning import commands as planning
 from disagg.cluster.system.terminal import AddressOption, console, examples
@@ -44,6 +44,7 @@ app.add_typer(cluster_app, name="cluster", rich_help_panel=OPERATE)
 app.add_typer(trace_app, name="trace", rich_help_panel=OPERATE)
 app.add_typer(load_app, name="load", rich_help_panel=MEASURE)
 app.add_typer(batch_app, name="batch", rich_help_panel=OPERATE)
+app.add_typer(adapter_app, name="adapter", rich_help_panel=OPERATE)
 app.add_typer(key_app, name="key", rich_help_panel=OPERATE)
 app.add_typer(model_app, name="model", rich_help_panel=MODELS)
 register_usage(app, OPERATE)

@@ -21,6 +21,7 @@ from disagg.client.calls import Call, ClientBase, Flow, Pause, StreamedAnswer
 from disagg.client.failures import error_of
 from disagg.client.types import (
     CHANNEL_OPTIONS,
+    Adapter,
     Answer,
     Applied,
     ClusterState,
@@ -154,6 +155,19 @@ class Client(ClientBase):
         """Have all workers drop the KV that they keep of a tenant, in memory and in files, except what running
         sequences use. Returns the workers that were told, and those that were not reached and may still have some."""
         return self._run(self._calls.forget(tenant))
+
+    def add_adapter(self, name: str, path: str, base: str = "") -> tuple[Adapter, list[str]]:
+        """Serve the LoRA adapter in a folder below `adapters.folder` under a name, or replace the one of that name. `base`
+        may be left out where one model takes adapters. Returns how it is served, and what did not go as it should."""
+        return self._run(self._calls.add_adapter(name, path, base))
+
+    def remove_adapter(self, name: str) -> list[str]:
+        """Serve an adapter no more; answers that run end with it. Returns what did not go as it should."""
+        return self._run(self._calls.remove_adapter(name))
+
+    def adapters(self) -> list[Adapter]:
+        """All adapters that are registered, by name."""
+        return self._run(self._calls.adapters())
 
     def explain(self, request_id: str) -> Explanation:
         """Explain where a recent request ran and what moved. Raises `RequestNotFoundError` if the gateway does not know

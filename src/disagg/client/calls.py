@@ -26,6 +26,7 @@ from disagg.client.credentials import Credentials
 from disagg.client.failures import error_of, was_taken
 from disagg.client.resuming import RESUME_S, START_S, Attempts, Resumption
 from disagg.client.types import (
+    Adapter,
     Answer,
     Applied,
     ClusterState,
@@ -247,6 +248,21 @@ class Calls:
         """Have all workers drop a tenant's KV: those that were told, and those that were not reached."""
         response = yield self._call(self._admin.ForgetTenant, pb.ForgetTenantRequest(tenant=tenant))
         return list(response.workers), list(response.missed)
+
+    def add_adapter(self, name: str, path: str, base: str) -> Flow[tuple[Adapter, list[str]]]:
+        """Serve an adapter: how it is served, and notes."""
+        response = yield self._call(self._admin.AddAdapter, pb.AddAdapterRequest(name=name, path=path, base=base))
+        return response.adapter, list(response.notes)
+
+    def remove_adapter(self, name: str) -> Flow[list[str]]:
+        """Serve an adapter no more; returns notes."""
+        response = yield self._call(self._admin.RemoveAdapter, pb.RemoveAdapterRequest(name=name))
+        return list(response.notes)
+
+    def adapters(self) -> Flow[list[Adapter]]:
+        """All adapters."""
+        response = yield self._call(self._admin.ListAdapters, pb.ListAdaptersRequest())
+        return list(response.adapters)
 
     def apply(
         self,

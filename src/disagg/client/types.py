@@ -13,6 +13,7 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
 FinishReason = Literal["stop", "length", "content_filter"]
 
+Adapter = pb.Adapter
 Model = pb.Model
 Applied = pb.ApplyConfigResponse
 AutoscalerState = pb.AutoscalerState

@@ -1,5 +1,5 @@
-"""The options of `disagg batch run`, `disagg forget` and `disagg usage`, which batch.py, operate.py and usage.py
-implement."""
+"""The options of `disagg batch run`, `disagg adapter`, `disagg forget` and `disagg usage`, which batch.py, adapters.py,
+operate.py and usage.py implement."""
 
 from __future__ import annotations
 
@@ -25,6 +25,40 @@ def batch_run(
 
     target = output or file.with_name(f"{file.name}.out.jsonl")
     raise typer.Exit(run_batch(check_http_address(address), file, target, console(stderr=True)))
+
+
+adapter_app = typer.Typer(help="LoRA adapters, which requests name as models.", no_args_is_help=True)
+
+
+@adapter_app.command("add", epilog=examples("disagg adapter add sql sql-lora"))
+def adapter_add(
+    name: Annotated[str, typer.Argument(help="The name that requests use.")],
+    path: Annotated[str, typer.Argument(help="Its folder below adapters.folder of the configuration.")],
+    model: Annotated[str, typer.Option(help="Its base model, where several take adapters.")] = "",
+    address: AddressOption = DEFAULT_ADDRESS,
+) -> None:
+    """Serve an adapter once all workers have loaded it; one of that name is replaced."""
+    from disagg.cli.operations.adapters import run_add
+
+    run_add(address, name, path, model, console())
+
+
+@adapter_app.command("remove", epilog=examples("disagg adapter remove sql"))
+def adapter_remove(
+    name: Annotated[str, typer.Argument(help="Its name.")], address: AddressOption = DEFAULT_ADDRESS
+) -> None:
+    """Refuse requests for an adapter from now on. Answers that run end with it."""
+    from disagg.cli.operations.adapters import run_remove
+
+    run_remove(address, name, console())
+
+
+@adapter_app.command("list", epilog=examples("disagg adapter list"))
+def adapter_list(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Show all adapters, with those of the configuration that could not be loaded."""
+    from disagg.cli.operations.adapters import run_list
+
+    run_list(address, console())
 
 
 def register(app: typer.Typer, panel: str) -> None:
