@@ -267,7 +267,7 @@ def _authorization(exchange: Exchange) -> str | None:
 
 
 def _is_inference(method: str, path: str) -> bool:
-    """Whether a call is for prompts, or what was made of them: all but reading facts about the gateway, and adapters."""
+    """Whether a call is for prompts, or what was made of them: all but facts about the gateway, and adapters."""
     if path in (operations.LOAD_ADAPTER.path, operations.UNLOAD_ADAPTER.path):
         return False
     if method not in ("GET", "HEAD"):

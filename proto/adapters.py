@@ -24,8 +24,8 @@ def name_problem(name: str) -> str:
 
 
 def path_problem(path: str) -> str:
-    """What is wrong with the path of an adapter's folder below `adapters.folder`; empty for nothing. Links are checked by
-    workers, which follow them."""
+    """What is wrong with the path of an adapter's folder below `adapters.folder`; empty for nothing. Workers check
+    links."""
     if not 1 <= len(path) <= MAX_PATH_CHARS:
         return f"has 1 to {MAX_PATH_CHARS} characters, not {len(path)}"
     if not path.isprintable():

@@ -124,8 +124,8 @@ class ServedModels:
         return self.models
 
     def set_adapters(self, adapters: Sequence[ServedAdapter]) -> None:
-        """Let requests name these adapters from now on, and no others. Requests that wait for one whose name is gone are
-        ended; those of a replaced one go on with its earlier content."""
+        """Let requests name these adapters from now on, and no others. Requests that wait for one whose name is gone
+        are ended; those of a replaced one go on with its earlier content."""
         self._adapters = tuple(adapters)
         self._follow_adapters()
 

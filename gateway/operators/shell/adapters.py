@@ -1,4 +1,4 @@
-"""Adapters over HTTP, in vLLM's form: `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`. For admins only."""
+"""Adapters over HTTP, for admins, in vLLM's form: `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class AdapterHandlers:
 
     @asynccontextmanager
     async def _change(self, exchange: Exchange, what: str) -> AsyncIterator[None]:
-        """Log the change that an admin makes inside, with fields by their names here. Raises `PermissionDeniedError` for
-        other callers."""
+        """Log the change that an admin makes inside, with fields by their names here. Raises `PermissionDeniedError`
+        for other callers."""
         caller = CALLER.get()
         with self._audit.change(what, caller, exchange.peer):
             if not caller.is_admin:
