@@ -151,8 +151,9 @@ class AsyncClient(ClientBase):
         return await self._run(self._calls.forget(tenant))
 
     async def add_adapter(self, name: str, path: str, base: str = "") -> tuple[Adapter, list[str]]:
-        """Serve the LoRA adapter in a folder below `adapters.folder` under a name, or replace the one of that name. `base`
-        may be left out where one model takes adapters. Returns how it is served, and what did not go as it should."""
+        """Serve the LoRA adapter in a folder below `adapters.folder` under a name, or replace the one of that name.
+        `base` may be left out where one model takes adapters. Returns how it is served, and what did not go as it
+        should."""
         return await self._run(self._calls.add_adapter(name, path, base))
 
     async def remove_adapter(self, name: str) -> list[str]:
