@@ -152,6 +152,7 @@ class Generator:
         """A generator of the same model with an adapter, under the adapter's name. All else is shared."""
         found = copy.copy(self)
         found.model = replace(self.model, info=replace(self.model.info, name=adapter.name))
+        found.limits = replace(self.limits, model=found.model.info)
         found.adapter, found._adapter_bytes = adapter, num_bytes
         return found
 

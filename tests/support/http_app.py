@@ -24,6 +24,8 @@ from disagg.gateway.metrics.registry import GatewayMetrics
 from disagg.gateway.models.models import Models
 from disagg.gateway.openai.shell.completions import Completions
 from disagg.gateway.openai.shell.information import Information
+from disagg.gateway.operators.shell.adapters import AdapterHandlers
+from disagg.gateway.operators.shell.admin import Control, no_controller
 from disagg.gateway.operators.shell.page import Page
 from disagg.gateway.operators.shell.probes import Probes
 from disagg.gateway.readiness import Readiness
@@ -61,6 +63,7 @@ class TestApp:
         page: Page | None = None,
         usage: UsageRecorder | None = None,
         guardrails: Guardrails | None = None,
+        control: Control = no_controller,
     ) -> None:
         self.router = router or FakeRouter()
         self.model = model
@@ -87,7 +90,7 @@ class TestApp:
         )
         self.generator = generator
         usage = usage or UsageRecorder(None, lambda: NOW)
-        models = Models([generator])
+        models = self.models = Models([generator])
         self.refusals = Refusals(lambda: 1000.0) if guardrails is None else guardrails.refusals
         calls = Calls(models, self.metrics, self.readiness, usage, self._mint_id, self.refusals)
         self.completions = Completions(calls, limits, lambda: 1000.0, lambda: NOW)
@@ -98,11 +101,12 @@ class TestApp:
             authenticator or AnonymousAccess(),
             self._mint_id,
             lambda: TRACE_BITS,
-            Audit(self.metrics.count_refusal, lambda: 1000.0),
+            audit := Audit(self.metrics.count_refusal, lambda: 1000.0),
             sites or Sites(),
             self.readiness,
             page,
             usage=UsageHandler(usage),
+            adapters=AdapterHandlers(control, limits, audit),
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(

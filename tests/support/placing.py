@@ -71,7 +71,7 @@ class Placing:
                 assignment = Assignment(tokens=state.tokens, blocks=state.used, context=state.context, marks=marks)
             self.fleet.open(worker, AttemptKey(RequestId(f"{info.worker_id}-{number}"), 0), assignment, -1)
 
-    def choose(self, *, without: Sequence[str] = (), **demand: float) -> Choice | None:
+    def choose(self, *, without: Sequence[str] = (), **demand: object) -> Choice | None:
         settings: dict[str, object] = {
             "num_tokens": self.num_tokens,
             "reserve_tokens": 16,
@@ -83,7 +83,7 @@ class Placing:
         shortlists = self.fleet.shortlists(wanted, self.request.block_hashes, avoided, 0.0)
         return choose(self.policy, wanted, shortlists, in_turn)
 
-    def where(self, *, without: Sequence[str] = (), **demand: float) -> str:
+    def where(self, *, without: Sequence[str] = (), **demand: object) -> str:
         """`p0 d0`, `- d0` for one worker alone, `none`; with ` later` behind it where it has no slot."""
         choice = self.choose(without=without, **demand)
         if choice is None:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import BlockHash, GatewayId, Incarnation, RequestId, WorkerId
 from disagg.proto.messages import (
+    Adapter,
+    AdapterState,
     BlocksSnapshot,
     End,
     EndReason,
@@ -139,6 +141,7 @@ def routed_request(
     logprobs: int = -1,
     deadline: float | None = None,
     priority: int = 0,
+    adapter: Adapter | None = None,
 ) -> RoutedRequest:
     """A request; a number as prompt means that many tokens, different for every request id."""
     if isinstance(prompt, int):
@@ -153,6 +156,7 @@ def routed_request(
         sampling=Sampling(max_tokens=max_tokens, stop_token_ids=tuple(stop), logprobs=logprobs),
         deadline=deadline,
         priority=priority,
+        adapter=adapter,
     )
 
 
@@ -232,6 +236,7 @@ def worker_report(
     incarnation: str = "1",
     load: Load | None = None,
     steps: tuple[StepSample, ...] = (),
+    adapters: tuple[AdapterState, ...] = (),
 ) -> WorkerReport:
     """A report; the first one of a stream needs a `BlocksSnapshot`."""
     return WorkerReport(
@@ -241,6 +246,7 @@ def worker_report(
         load=load or Load(),
         kv_events=events,
         steps=steps,
+        adapters=adapters,
     )
 
 

@@ -33,6 +33,7 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
         case events.Submit(request=request):
             prompt, most = _count(request.num_prompt_tokens, "token"), request.sampling.max_tokens
             text = f"submitted: {prompt} of the prompt, at most {most} of the answer"
+            text += f", adapter {request.adapter.name}" if request.adapter is not None else ""
             text += f", priority {request.priority}" if request.priority else ""
             return text + (f", tenant {request.tenant!r}" if request.tenant else "")
         case events.CancelRequest(num_answered=None):
@@ -64,6 +65,8 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
             return f"answers decode with {decodes} from now on"
         case events.ConfigChanged(config=config):
             return f"another configuration is followed, with policy {config.policy}"
+        case events.AdapterRemoved(adapter=adapter):
+            return f"the adapter {adapter.name} is not served any more"
         case events.StoodStill(seconds=seconds):
             return f"the gateway stood still for {seconds:.1f} s"
         case events.Tick():

@@ -15,19 +15,20 @@ from typing_extensions import override
 
 from disagg.cli.replay.wording import entry_text
 from disagg.proto.ids import GatewayId, RequestId
-from disagg.proto.messages import StepUpdate, TokenLogprobs, TokenOut
+from disagg.proto.messages import Adapter, AdapterState, BlocksSnapshot, StepUpdate, TokenLogprobs, TokenOut
 from disagg.proto.token_ids import num_token_ids, pack_token_ids
 from disagg.router.api import CallDemand, RateCharge, TenantLimits
 from disagg.router.config import RouterConfig
 from disagg.router.recording.entries import HIDDEN, Admitted, ChargedElsewhere, Handled, decode
 from disagg.router.recording.recorded_core import RecordedCore
-from disagg.router.requests.events import Command, Dispatch, Event, FromWorker, LimitsChanged, Submit
+from disagg.router.requests.events import AdapterRemoved, Command, Dispatch, Event, FromWorker, LimitsChanged, Submit
 from disagg.simulator.durations.overheads import Overheads
 from disagg.simulator.world import gateway as simulated_gateway
 from disagg.simulator.world.settings import Fault
 from disagg.simulator.world.surroundings import GATEWAY
+from tests.support.placing import samples
 from tests.support.recordings import GATEWAY_ID, ListSink, file_of, header_of, read, replayed
-from tests.support.router import PLAIN, Scenario, end_update, routed_request, tokens_update
+from tests.support.router import PLAIN, Scenario, end_update, routed_request, tokens_update, worker_info, worker_report
 from tests.support.simulation import asked, cluster_spec, simulated
 
 PROMPT = tuple(range(70_000, 70_040))
@@ -117,6 +118,24 @@ def test_no_token_id_is_recorded_but_for_stop_ids() -> None:
     ]
     assert bytes(pack_token_ids(PROMPT[:2])) not in b"".join(sink.entries)
     assert [each.is_same for each in replayed(header_of(PLAIN), entries)] == [True] * len(entries)
+
+
+def test_requests_with_adapters_replay_where_they_were_placed() -> None:
+    config = RouterConfig(local_prefill="never", policy="joint")
+    scenario, sink = recorded(config)
+    for name in ("p0", "p1", "d0", "d1"):
+        scenario.up(worker_info(name, calibration=samples(base_ms=5.0, prefill_token_ms=0.1, decode_ms=1.0)))
+    loaded = AdapterState(fingerprint="aa", bytes=1000, load_ms=80.0, uses=0)
+    scenario.report(worker_report("p1", 0, BlocksSnapshot(hashes=()), adapters=(loaded,)))
+    adapter = Adapter(name="sql", path="sql", fingerprint="aa")
+    for number in range(4):
+        scenario.submit(routed_request(f"r{number}", 500, adapter=adapter))
+        scenario.at(0.01 * number)
+    assert scenario.dispatched["r0/0"].worker_id == "p1"
+    scenario.handle(AdapterRemoved(adapter))
+    entries = read(file_of(header_of(config), sink.entries))[1]
+    assert [each.is_same for each in replayed(header_of(config), entries)] == [True] * len(entries)
+    assert entry_text(entries[-1]) == "the adapter sql is not served any more"
 
 
 def test_an_answer_is_continued_with_the_hashes_that_were_computed_then() -> None:
