@@ -45,7 +45,8 @@ CLIENT_MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("prefill_failed", "kv_transfer_failed", "decode_failed"), _BROKE_OFF),
         "workers_lost": "this request failed again and again while it was computed, so it is not tried any more; "
         "change it, for example by a shorter prompt",
-        "adapter_unavailable": "the adapter cannot be used now: its files were moved or changed after it was added",
+        "adapter_unavailable": "the adapter cannot be loaded now, as its files were moved or changed; try again "
+        "when its owner has added it anew",
         "shutting_down": "the server is stopping; try again in some seconds",
     }
 )

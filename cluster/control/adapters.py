@@ -12,13 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-import grpc
-import grpc.aio
 import msgspec
 
 from disagg.cluster.core.adapters import Adapters, Bases
-from disagg.connections.cluster_secret import ClusterSecret
-from disagg.connections.shell.channels import open_channel
 from disagg.proto.control import (
     AdapterList,
     AdapterRecord,
@@ -31,25 +27,15 @@ from disagg.proto.control import (
 from disagg.proto.messages import (
     Adapter,
     AdapterLoaded,
-    AdapterUnloaded,
-    LoadAdapter,
-    UnloadAdapter,
     WorkerInfo,
-    decoder,
-    encode,
 )
-from disagg.proto.services import LOAD_ADAPTER, UNLOAD_ADAPTER
 
 logger = logging.getLogger(__name__)
 
-LOAD_TIMEOUT_S = 60.0
-"""Seconds that a worker may take to check and load an adapter."""
-UNLOAD_TIMEOUT_S = 5.0
 LOOK_S = 0.25
 """Seconds between two checks whether workers are ready for adapters of the configuration."""
 AGAIN_S = 30.0
 """Seconds after which refused adapters of the configuration are checked again."""
-MAX_DETAIL_CHARS = 1000
 
 
 class AdapterError(Exception):
@@ -66,53 +52,6 @@ class AdapterWorkers(Protocol):
     async def unload(self, workers: Sequence[WorkerInfo], fingerprint: str) -> None:
         """Tell these workers that it is not needed. Failures are logged: an adapter that is not used makes room."""
         ...
-
-
-class AdapterCalls(AdapterWorkers):
-    """Implements `AdapterWorkers` by gRPC."""
-
-    def __init__(self, secret: ClusterSecret) -> None:
-        self._secret = secret
-
-    async def load(self, workers: Sequence[WorkerInfo], adapter: Adapter) -> AdapterLoaded:
-        """All at the same time."""
-        if not workers:
-            raise AdapterError("no worker of its model is ready to check it; try again when one is")
-        message = encode(LoadAdapter(adapter=adapter))
-        calls = (self._call(info, LOAD_ADAPTER, message, LOAD_TIMEOUT_S) for info in workers)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        found: dict[str, AdapterLoaded] = {}
-        problems: dict[str, list[str]] = {}
-        for info, answer in zip(workers, answers, strict=True):
-            if isinstance(answer, grpc.aio.AioRpcError):
-                problems.setdefault(answer.details() or answer.code().name, []).append(info.worker_id)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                found[info.worker_id] = decoder(AdapterLoaded).decode(answer)
-        if problems:
-            told = (f"{', '.join(sorted(ids)[:4])}: {why}" for why, ids in problems.items())
-            raise AdapterError("; ".join(told)[:MAX_DETAIL_CHARS])
-        if len({loaded.fingerprint for loaded in found.values()}) > 1:
-            each = ", ".join(f"{name} {loaded.fingerprint[:12]}" for name, loaded in sorted(found.items())[:8])
-            raise AdapterError(f"workers find different contents at {adapter.path}: {each}")
-        return next(iter(found.values()))
-
-    async def unload(self, workers: Sequence[WorkerInfo], fingerprint: str) -> None:
-        """All at the same time."""
-        message = encode(UnloadAdapter(fingerprint=fingerprint))
-        calls = (self._call(info, UNLOAD_ADAPTER, message, UNLOAD_TIMEOUT_S) for info in workers)
-        for info, answer in zip(workers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, BaseException):
-                logger.info("%s could not be told that an adapter was removed: %r", info.worker_id, answer)
-            else:
-                decoder(AdapterUnloaded).decode(answer)
-
-    async def _call(self, info: WorkerInfo, method: str, message: bytes, timeout_s: float) -> bytes:
-        async with open_channel(info.address, self._secret) as channel:
-            call = channel.unary_unary(method, None, None)
-            answer: bytes = await call(message, timeout=timeout_s, metadata=self._secret.metadata)
-            return answer
 
 
 class AdapterControl:

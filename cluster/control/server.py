@@ -22,7 +22,8 @@ import grpc
 import msgspec
 
 from disagg.cluster.config.cluster_config import ClusterConfig
-from disagg.cluster.control.adapters import AdapterCalls, AdapterControl
+from disagg.cluster.control.adapter_link import AdapterCalls
+from disagg.cluster.control.adapters import AdapterControl
 from disagg.cluster.control.autoscaler_runner import pool_limits
 from disagg.cluster.control.autoscalers import Autoscalers
 from disagg.cluster.control.launcher import Launcher, LauncherThread

@@ -260,7 +260,7 @@ class Calls:
         return list(response.notes)
 
     def adapters(self) -> Flow[list[Adapter]]:
-        """All adapters."""
+        """Get what is registered, by name."""
         response = yield self._call(self._admin.ListAdapters, pb.ListAdaptersRequest())
         return list(response.adapters)
 

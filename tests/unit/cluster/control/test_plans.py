@@ -15,6 +15,7 @@ from disagg.cluster.config.cluster_config import active_pools, parse_config
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.control.plans import MAX_PLANS, Plans, SavedState, check_served, config_hash_of
 from disagg.cluster.core import events
+from disagg.cluster.core.adapters import Base
 from disagg.cluster.core.core import ControlCore, Settings
 from disagg.cluster.core.rollout import Desired, Plan, Target
 from disagg.proto.control import ApplyReply, ApplyRequest, PoolName
@@ -158,6 +159,20 @@ def test_what_is_saved_gives_the_same_plans() -> None:
     plans.keep([1])
     with pytest.raises(KeyError):
         plans[2]
+
+
+def test_adapters_are_saved_with_the_plans() -> None:
+    raw = {"adapters": {"folder": "/adapters", "models": {"filed": "filed"}}}
+    plans = Plans(cluster_plan(raw))
+    assert plans.bases == {"": Base("fake", {"filed": "filed"}, "/adapters")}
+    plans.adapters.follow(plans.bases)
+    mine = AdapterRecord(name="mine", path="mine", model="", folder="/adapters")
+    plans.adapters.ready(mine, "ab" * 32, 10)
+    saved = msgspec.json.decode(msgspec.json.encode(plans.saved(Desired(target=plans.target(1)))), type=SavedState)
+    again = Plans(cluster_plan(raw), saved)
+    assert again.adapters.records == plans.adapters.records
+    assert [each.adapter.name for each in again.adapters.served] == ["mine"]
+    assert Plans(cluster_plan({})).bases == {"": Base("fake")}
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from disagg.gateway.config import GatewayConfig, ModelSource
 from disagg.gateway.event_loop.shell.offload import Offload
 from disagg.gateway.models.served_models import ServedModels
 from disagg.gateway.text.tokenizer import ServedModel
+from disagg.proto.adapters import version_with
 from disagg.proto.block_hash import root_hash
 from disagg.proto.control import AdapterList, AddAdapter, ControlRefused, ControlReply, ControlRequest, ServedAdapter
 from disagg.proto.errors import AdapterRemovedError, ModelDeniedError, ModelNotFoundError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import Adapter
+from disagg.router.api import Completion
 from tests.support.gateway import FINGERPRINT, MODEL_NAME, FakeRouter
 from tests.support.http_app import TestApp, error_of
 
@@ -146,6 +148,21 @@ async def test_every_answer_names_the_adapter_and_the_request_has_it(model: Serv
     await app.chat()
     base = app.router.submitted[-1][0]
     assert (base.adapter, base.root_hash) == (None, root_hash(FINGERPRINT))
+
+
+@pytest.mark.parametrize("content", [A, B])
+async def test_a_stream_is_resumed_by_the_content_that_began_it(model: ServedModel, content: str) -> None:
+    """Of another content the version is one that no worker has."""
+    app, _ = app_with(model)
+    app.router.script = lambda routed: [[75], [76], Completion("stop", 2, 0)]
+    version = "0123456789abcdef"
+    told = version_with(version, adapter("sql").adapter)
+    now = adapter("sql", content)
+    app.models.set_adapters({"sql": app.generator.with_adapter(now.adapter, 7)})
+    await app.text(model="sql", stream=True, headers={"last-event-id": f"7.1.1.{told}"})
+    routed = app.router.submitted[-1][0]
+    assert (routed.model_version == version) == (content == A)
+    assert version_with(routed.model_version, now.adapter) == told
 
 
 async def test_models_are_listed_with_parents(model: ServedModel) -> None:

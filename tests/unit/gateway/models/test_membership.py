@@ -8,6 +8,7 @@ import pytest
 
 from disagg.gateway.models.membership import CONNECT_TIMEOUT_S, ControllerLink
 from disagg.proto.control import (
+    AdaptersFollowed,
     ExpectedWorkers,
     GatewayHello,
     GatewayToController,
@@ -16,10 +17,12 @@ from disagg.proto.control import (
     MembershipChange,
     MembershipRequest,
     MemberState,
+    ServedAdapter,
+    ServedAdapters,
     WorkerIncarnation,
 )
 from disagg.proto.ids import GatewayId, Incarnation, WorkerId
-from disagg.proto.messages import WorkerInfo, decoder
+from disagg.proto.messages import Adapter, WorkerInfo, decoder
 from disagg.router.config import RouterConfig
 from tests.support.control import make_info
 from tests.support.secret import SECRET
@@ -172,3 +175,12 @@ async def test_a_change_is_applied_and_a_missing_one_has_the_whole_sent() -> Non
     await link.take(Membership(source="x", revision=8, members=(a, c)))
     assert workers.take() == ["remove b", "add a.1"]
     assert link.counters == {"snapshot": 2, "change": 3, "gap": 1}
+
+
+async def test_adapters_are_told_and_answered() -> None:
+    link, told = make_link(Workers()), []
+    link.on_adapters = told.append
+    adapter = ServedAdapter(model="", adapter=Adapter(name="sql", path="sql", fingerprint="ab" * 32))
+    await link.take(ServedAdapters(adapters=(adapter,), revision=7))
+    assert told == [(adapter,)]
+    assert link._outbox.get_nowait() == AdaptersFollowed(revision=7)

@@ -18,6 +18,7 @@ from disagg.gateway.openapi.operation import Operation
 from disagg.gateway.openapi.shapes import Shapes
 from disagg.gateway.openapi.web_page import web_page
 from disagg.gateway.text.tokenizer import ServedModel
+from disagg.proto.control import AdapterList, ControlReply, ControlRequest
 from disagg.router.api import Completion
 from tests.support.gateway import MODEL_NAME, FakeRouter
 from tests.support.http_app import TestApp
@@ -116,6 +117,10 @@ def test_values_of_fields(body: str, field: str, right: list[Any], wrong: list[A
     assert [value for value in wrong if valid(value)] == []
 
 
+async def has_no_adapters(request: ControlRequest) -> ControlReply:
+    return AdapterList(adapters=())
+
+
 @pytest.mark.parametrize(
     ("operation", "body"),
     [(each, body) for each in OPERATIONS for body in each.examples.values()],
@@ -127,7 +132,7 @@ async def test_examples_are_allowed_and_answered(
     assert operation.body is not None
     schema = {"$ref": f"#/components/schemas/{operation.body.__name__}", "components": DOCUMENT["components"]}
     Draft202012Validator(schema).validate(body)
-    app = TestApp(model)
+    app = TestApp(model, control=has_no_adapters)
     if operation.tag == "vectors":
         app = TestApp(load(write_embedder(tmp_path)), FakeRouter([Completion("stop", 0, 0, bytes(4 * HIDDEN_SIZE))]))
     answer = await app.client.post(operation.url, json={**body, "model": MODEL_NAME})
@@ -146,11 +151,13 @@ def test_bodies_name_what_must_be_set() -> None:
         "DetokenizeBody": ["tokens"],
         "EmbeddingBody": ["input"],
         "ErrorBody": ["error"],
+        "LoadAdapterBody": ["lora_name", "lora_path"],
         "MessagesBody": ["model", "messages", "max_tokens"],
         "RerankBody": ["query", "documents"],
         "ResponsesBody": ["model", "input"],
         "ScoreBody": ["text_1", "text_2"],
         "TokenizeBody": [],
+        "UnloadAdapterBody": ["lora_name"],
     }
 
 
