@@ -30,12 +30,12 @@ from tests.support.waiting import LONG_WAIT_S, wait_until
 from tests.support.workers import wait_until_workers_idle
 
 PROMPT = tuple(range(40))
-KEYS = [
+KEYS: list[dict[str, Any]] = [
     {"tenant": "ops", "key": "key-of-the-operators-1", "scopes": ["admin", "inference"]},
     {"tenant": "team", "key": "key-of-the-team-000002"},
     {"tenant": "base", "key": "key-of-base-only-00003", "models": ["fake"]},
 ]
-ADMIN, TEAM, BASE = (str(entry["key"]) for entry in KEYS)
+ADMIN, TEAM, BASE = (entry["key"] for entry in KEYS)
 LONG = 600
 
 

@@ -58,7 +58,7 @@ def test_what_was_added_and_removed(client: FakeClient) -> None:
     assert lines(console) == [
         "sql is served: 2.0 MiB on m, content abababababab",
         "note gateway-2 did not follow within 5 s; it will",
-        "sql is not served any more",
+        "sql is not served any more; answers that run end with it",
     ]
 
 

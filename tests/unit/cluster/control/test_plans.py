@@ -18,7 +18,7 @@ from disagg.cluster.core import events
 from disagg.cluster.core.adapters import Base
 from disagg.cluster.core.core import ControlCore, Settings
 from disagg.cluster.core.rollout import Desired, Plan, Target
-from disagg.proto.control import ApplyReply, ApplyRequest, PoolName
+from disagg.proto.control import AdapterRecord, ApplyReply, ApplyRequest, PoolName
 from disagg.proto.errors import ConfigError
 from tests.support.tiny_models import make_checkpoint
 

@@ -3,6 +3,8 @@ cannot be loaded."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from disagg.proto.errors import AdapterRemovedError, UnavailableError
@@ -17,7 +19,7 @@ SQL = Adapter(name="sql", path="sql", fingerprint="aa" * 32)
 OTHER = Adapter(name="law", path="law", fingerprint="bb" * 32)
 STEPS = samples(base_ms=5.0, prefill_token_ms=0.1, decode_ms=1.0)
 LOADED = AdapterState(fingerprint=SQL.fingerprint, bytes=1_000_000, load_ms=100.0, uses=0)
-DEMAND = {"adapter": SQL.fingerprint, "adapter_ms": 100.0}
+DEMAND: dict[str, Any] = {"adapter": SQL.fingerprint, "adapter_ms": 100.0}
 
 
 def has_it(placing: Placing, *names: str) -> None:
@@ -64,7 +66,7 @@ def test_colocated_workers_load_it_once() -> None:
     assert choice.decode_weight.wait_ms - base.decode_weight.wait_ms == pytest.approx(100.0)
 
 
-def calibrated(*names: str, **limits: int) -> Scenario:
+def calibrated(*names: str, **limits: Any) -> Scenario:
     config = RouterConfig(local_prefill="never", policy="joint", refusal_pause_s=0.01)
     return Scenario(*(worker_info(name, calibration=STEPS, **limits) for name in names), config=config)
 
