@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -163,6 +164,23 @@ def test_replaced_and_removed_under_load(cluster: ProcessCluster, folder: Path) 
         ended = [stream.join() for stream in streams]
     for fingerprint, streamed in zip([before.fingerprint] * 2 + [after.fingerprint] * 2, ended, strict=True):
         assert streamed == fake_generate(PROMPT, LONG, adapter=fingerprint)
+
+
+def test_apply_adds_and_removes_those_of_the_configuration(cluster: ProcessCluster, folder: Path) -> None:
+    with Client(cluster.address, api_key=ADMIN) as admin:
+        pids = {info.pid for info in cluster.workers}
+        applied = admin.apply(msgspec.to_builtins(parse_config(content(folder, applied="http"))))
+        assert {(change.field, change.how) for change in applied.changes} == {
+            ("adapters.models.filed", "in place"),
+            ("adapters.models.applied", "in place"),
+        }
+        phases = {"applied": "ready", "sql": "ready"}
+        assert wait_until(lambda: {each.name: each.phase for each in admin.adapters()} == phases, LONG_WAIT_S)
+        fingerprint = admin.adapters()[0].fingerprint
+        assert tokens(admin, "applied") == fake_generate(PROMPT, 20, adapter=fingerprint)
+        with pytest.raises(ModelNotFoundError):
+            tokens(admin, "filed")
+    assert {info.pid for info in cluster.workers} == pids
 
 
 def test_a_gateway_that_is_killed_serves_it_when_it_is_back(cluster: ProcessCluster) -> None:
