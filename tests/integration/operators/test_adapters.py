@@ -166,7 +166,8 @@ def test_replaced_and_removed_under_load(cluster: ProcessCluster, folder: Path) 
         assert streamed == fake_generate(PROMPT, LONG, adapter=fingerprint)
 
 
-def test_apply_adds_and_removes_those_of_the_configuration(cluster: ProcessCluster, folder: Path) -> None:
+def apply_others(cluster: ProcessCluster, folder: Path) -> None:
+    """`disagg apply` adds and removes adapters of the configuration in place."""
     with Client(cluster.address, api_key=ADMIN) as admin:
         pids = {info.pid for info in cluster.workers}
         applied = admin.apply(msgspec.to_builtins(parse_config(content(folder, applied="http"))))
@@ -183,7 +184,9 @@ def test_apply_adds_and_removes_those_of_the_configuration(cluster: ProcessClust
     assert {info.pid for info in cluster.workers} == pids
 
 
-def test_a_gateway_that_is_killed_serves_it_when_it_is_back(cluster: ProcessCluster) -> None:
+def test_apply_and_a_gateway_that_is_killed(cluster: ProcessCluster, folder: Path) -> None:
+    """Both last: the controller keeps a thread of `apply`, and the new gateway is a process of this test."""
+    apply_others(cluster, folder)
     with Client(cluster.address, api_key=ADMIN) as admin:
         kept, _ = admin.add_adapter("kept", "kept")
     record = gateways(cluster)[0]
@@ -195,7 +198,7 @@ def test_a_gateway_that_is_killed_serves_it_when_it_is_back(cluster: ProcessClus
     with Client(new.own_address, api_key=TEAM) as client:
         assert tokens(client, "kept") == fake_generate(PROMPT, 20, adapter=kept.fingerprint)
     asyncio.run(wait_until_workers_idle(cluster.workers, cluster.secret))
-    cluster.stop()  # here, as the new gateway is a process of this test
+    cluster.stop()
 
 
 def http_of(record: GatewayRecord, key: str) -> httpx.Client:
