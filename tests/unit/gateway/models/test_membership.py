@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -178,7 +178,8 @@ async def test_a_change_is_applied_and_a_missing_one_has_the_whole_sent() -> Non
 
 
 async def test_adapters_are_told_and_answered() -> None:
-    link, told = make_link(Workers()), []
+    told: list[Sequence[ServedAdapter]] = []
+    link = make_link(Workers())
     link.on_adapters = told.append
     adapter = ServedAdapter(model="", adapter=Adapter(name="sql", path="sql", fingerprint="ab" * 32))
     await link.take(ServedAdapters(adapters=(adapter,), revision=7))
