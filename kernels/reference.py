@@ -6,7 +6,7 @@ Plain and stateless; any device, any dtype. The module implements `ops.Ops`, and
 Shapes: T tokens, S sequences, H hidden, I/O in and out features, F half of the MLP's gate_up, N query heads, K KV
 heads, D head dim, B tokens of a block, M blocks of a table (padded with 0), NKBD a cache of one layer [num_blocks, K,
 B, D]: a view `cache[:, layer, 0 | 1]` of the whole cache NL2KBD [num_blocks, layers, 2, K, B, D], which may be strided,
-its inner [K, B, D] contiguous.
+its inner [K, B, D] contiguous. A cache of dtype int8 has rows of D + 2 bytes (`kv_rows.py`).
 
 Cache slots that no token was written to may hold anything, NaN included; no op lets them reach a result.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from disagg.kernels import weights
+from disagg.kernels import kv_rows, weights
 from disagg.kernels.expert_reference import moe_ffn as moe_ffn
 from disagg.kernels.experts import ExpertWeight
 from disagg.kernels.lora import Lora
@@ -150,14 +150,17 @@ def _write_rows(rows_TKD: Tensor, cache_NKBD: Tensor, slot_mapping_T: Tensor) ->
     rows_T = torch.where(keep_T, numbers_T, keep_T.to(torch.int8).argmax())
     slots_T = slot_mapping_T[rows_T]
     block_T, offset_T = slots_T.clamp(min=0) // block_size, slots_T.clamp(min=0) % block_size
-    bits_NKBD, bits_TKD = _bits(cache_NKBD), _bits(rows_TKD[rows_T].to(cache_NKBD.dtype))
+    kept_TKD = rows_TKD[rows_T]
+    kept_TKD = kv_rows.quantized_rows(kept_TKD) if cache_NKBD.dtype == torch.int8 else kept_TKD.to(cache_NKBD.dtype)
+    bits_NKBD, bits_TKD = _bits(cache_NKBD), _bits(kept_TKD)
     bits_NKBD[block_T, :, offset_T] = torch.where(
         (slots_T >= 0)[:, None, None], bits_TKD, bits_NKBD[block_T, :, offset_T]
     )
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor itself, or its bytes where it holds 8-bit floats, which some of torch's ops do not take."""
+    """The tensor itself, or its bytes where it holds numbers of 8 bits: some of torch's ops do not take floats of
+    these."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -174,7 +177,7 @@ def qkv_rope_write(
     or all heads of q, and all of k, at once: by `squares`, where a rank has a part of the heads. Both are rotated by
     the row of the tables [max positions, R] at the token's position (int64); then K and V are written as by `kv_write`.
     """
-    _, K, _, D = layer.key_cache_NKBD.shape
+    K, D = layer.key_cache_NKBD.shape[1], kv_rows.width(layer.key_cache_NKBD)
     T, N = qkv_TQ.shape[0], qkv_TQ.shape[1] // D - 2 * K
     q_TND, k_TKD, v_TKD = torch.split(qkv_TQ.reshape(T, N + 2 * K, D), [N, K, K], dim=1)
     if layer.is_whole:
@@ -263,18 +266,34 @@ def paged_decode_attention(
     before the window. Scores, softmax and the sum are fp32. A sequence of length 0 gives zeros.
     """
     S, N, D = q_SND.shape
-    K, value_dim = key_cache_NKBD.shape[1], value_cache_NKBD.shape[3]
+    K, value_dim = key_cache_NKBD.shape[1], kv_rows.width(value_cache_NKBD)
     tables = block_tables_SM.long()
-    key_SKCD = key_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, D).float()
-    value_SKCD = value_cache_NKBD[tables].transpose(1, 2).reshape(S, K, -1, value_dim).float()
+    key_SKCD, key_scales, value_SKCD, value_scales = [
+        part
+        for cache_NKBD in (key_cache_NKBD, value_cache_NKBD)
+        for part in _floats(cache_NKBD[tables].transpose(1, 2).flatten(2, 3))
+    ]
     positions_C = torch.arange(key_SKCD.shape[2], device=q_SND.device)
     hidden_SC = positions_C[None, :] >= context_lens_S[:, None]
     if form.window is not None:
         hidden_SC = hidden_SC | (positions_C[None, :] < context_lens_S[:, None] - form.window)
     q_SKGD = q_SND.view(S, K, N // K, D).float()
-    weights_SKGC = _weights(q_SKGD @ key_SKCD.transpose(2, 3), hidden_SC, form)
+    weights_SKGC = _weights(_scaled(q_SKGD @ key_SKCD.transpose(2, 3), key_scales), hidden_SC, form)
+    weights_SKGC = _scaled(weights_SKGC, value_scales).masked_fill(hidden_SC[:, None, None], 0.0)
     value_SKCD = value_SKCD.masked_fill(hidden_SC[:, None, :, None], 0.0)
     return _placed((weights_SKGC @ value_SKCD).view(S, N, value_dim).to(q_SND.dtype), out_SND)
+
+
+def _floats(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows of a cache as fp32, of 8-bit ones the integers, and the scales of these [..., 1]."""
+    if rows.dtype != torch.int8:
+        return rows.float(), None
+    return kv_rows.integers_of(rows), kv_rows.scales_of(rows)
+
+
+def _scaled(numbers_KRC: Tensor, scales_KC1: Tensor | None) -> Tensor:
+    """Numbers of rows and tokens, [..., K, R, C], times the scales of the tokens, if they have some."""
+    return numbers_KRC if scales_KC1 is None else numbers_KRC * scales_KC1.transpose(-1, -2)
 
 
 def _weights(products_RKGC: Tensor, hidden_RC: Tensor, form: AttentionForm) -> Tensor:
@@ -325,7 +344,7 @@ def _chunk_attention(
     query_positions_T = torch.arange(start, end, device=q_TND.device)
     positions_C = torch.arange(end, device=q_TND.device)
     visible_TC = positions_C[None, :] <= query_positions_T[:, None]
-    if form.is_plain:
+    if form.is_plain and key_KCD.dtype != torch.int8:
         out_NTD = F.scaled_dot_product_attention(
             q_TND.transpose(0, 1)[None],
             key_KCD.to(q_TND.dtype)[None],
@@ -339,10 +358,14 @@ def _chunk_attention(
     if form.window is not None:
         visible_TC &= positions_C[None, :] > query_positions_T[:, None] - form.window
     q_KRD = q_TND.float().view(T, K, N // K, D).transpose(0, 1).reshape(K, -1, D)
-    products_RKGC = (q_KRD @ key_KCD.float().transpose(1, 2)).view(K, T, N // K, end).transpose(0, 1)
-    weights_RKGC = _weights(products_RKGC, ~visible_TC, form)
-    value_KCD = value_KCD.float().masked_fill(~visible_TC.any(0)[None, :, None], 0.0)  # before all windows
-    out_KRD = weights_RKGC.transpose(0, 1).reshape(K, -1, end) @ value_KCD
+    (key_KCD, key_scales), (value_KCD, value_scales) = _floats(key_KCD), _floats(value_KCD)
+    products_KRC = _scaled(q_KRD @ key_KCD.transpose(1, 2), key_scales)
+    weights_RKGC = _weights(products_KRC.view(K, T, N // K, end).transpose(0, 1), ~visible_TC, form)
+    seen_KC1 = visible_TC.any(0)[None, :, None]  # not before all windows
+    if value_scales is not None:
+        value_scales = value_scales.masked_fill(~seen_KC1, 0.0)
+    weights_KRC = _scaled(weights_RKGC.transpose(0, 1).reshape(K, -1, end), value_scales)
+    out_KRD = weights_KRC @ value_KCD.masked_fill(~seen_KC1, 0.0)
     return out_KRD.view(K, T, N // K, out_KRD.shape[2]).transpose(0, 1).reshape(T, N, out_KRD.shape[2]).to(q_TND.dtype)
 
 

@@ -7,7 +7,8 @@
 // turn, because they lie together. The pieces of a row are put together at the end, in order (flash
 // decoding: https://pytorch.org/blog/flash-decoding). Everything between load and store is fp32; where the processor multiplies
 // bf16 pairs, both sums are of such products, added in fp32: the weights are rounded to bf16 then, as in prefill, and subnormal
-// numbers count as zero.
+// numbers count as zero. Of a cache in 8 bits (`int8_rows.h`) all products are fp32; scores of a run are multiplied by the scales
+// of its keys, and weights by those of its values.
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +29,8 @@ constexpr int64_t AHEAD_BYTES = 8 << 10;
 constexpr int64_t MOST_ROWS = 16, SCORE_NUMBERS = 1 << 16;
 constexpr int64_t SCORES_STRIDE = PIECE_TOKENS + LANES;  // rows a power of two apart would share few sets of the cache
 
-// A cache of one layer: [num_blocks, K, B, D] with the inner [K, B, D] contiguous. Values may be the first numbers of the keys' rows.
+// A cache of one layer: [num_blocks, K, B, D] with the inner [K, B, D] contiguous; in 8 bits rows are longer than D by their scale.
+// Values may be the first numbers of the keys' rows.
 struct Cache {
     const void* keys;
     const void* values;
@@ -37,7 +39,7 @@ struct Cache {
 };
 
 struct Decode {
-    int32_t is_bf16;
+    int32_t is_bf16, is_int8;  // queries and results; the cache
     const void* q;
     int64_t q_stride_seq, q_stride_head;
     Cache cache;
@@ -151,10 +153,10 @@ struct Plan {
 };
 
 // What a piece leaves, in vectors: for each row the tops and the totals of its query heads, then the sums of values, for each
-// KV head those of all rows.
-template <class T, int DIM>
+// KV head those of all rows. The cache is of S.
+template <class S, int DIM>
 struct Partial {
-    static constexpr int VECS = Rows<T, DIM>::VECS;
+    static constexpr int VECS = Rows<S, DIM>::VECS;
     vf* at;
     int64_t num_heads, num_rows;
 
@@ -169,7 +171,7 @@ struct Partial {
 
 // The rows of each KV head in each block of a piece, first the keys, then the values, and then the keys of the piece that
 // comes next: what is read, in order.
-template <class T>
+template <class S>
 class Chunks {
    public:
     Chunks(const Decode& args, const Piece& piece, const Piece& following) : args_(args), piece_(&piece), following_(&following) {
@@ -179,11 +181,11 @@ class Chunks {
     // Whether the next rows are of a block that does not follow the one before it, or of the first one of a pass.
     bool is_jump() const { return block_ == first_ || blocks_[block_] != blocks_[block_ - 1] + 1; }
 
-    const T* next() {
+    const S* next() {
         const Cache& cache = args_.cache;
-        const auto* base = static_cast<const T*>(at_values_ ? cache.values : cache.keys);
+        const auto* base = static_cast<const S*>(at_values_ ? cache.values : cache.keys);
         const int64_t skipped = std::max<int64_t>(begin_ - block_ * cache.block_size, 0);
-        const T* rows = base + blocks_[block_] * cache.block_stride + (head_ * cache.block_size + skipped) * args_.dim;
+        const S* rows = base + blocks_[block_] * cache.block_stride + (head_ * cache.block_size + skipped) * (args_.dim + SCALE_BYTES<S>);
         if (++head_ < cache.num_kv_heads) return rows;
         head_ = 0;
         if (++block_ * cache.block_size < piece_->start + piece_->num_tokens) return rows;
@@ -218,39 +220,56 @@ template <int MOST, class Body>
     for (int64_t t = 0; t < tiles; ++t) tile(t * num / tiles, (t + 1) * num / tiles);
 }
 
-// Attention of the rows of one piece; `following` is the piece that this thread probably takes then.
-template <class T, int DIM>
+// `body` with a number of the type that queries and results have beside a cache of S: that one, but where it is in 8 bits.
+template <class S, class Body>
+void with_rows(const Decode& args, Body body) {
+    if constexpr (!std::is_same_v<S, int8_t>)
+        body(S{});
+    else if (args.is_bf16)
+        body(bf16{});
+    else
+        body(float{});
+}
+
+// Attention of the rows of one piece, with a cache of S; `following` is the piece that this thread probably takes then.
+template <class S, int DIM>
 class Attend {
-    using RowOps = Rows<T, DIM>;
+    using RowOps = Rows<S, DIM>;
     using Weight = typename RowOps::Weight;
-    static constexpr int UNITS = DIM * sizeof(T) % UNIT_BYTES ? 0 : DIM * sizeof(T) / UNIT_BYTES;
+    using Number = std::conditional_t<std::is_same_v<S, int8_t>, float, S>;  // of queries where they are multiplied
+    static constexpr bool IS_SCALED = std::is_same_v<S, int8_t>;
+    static constexpr int UNITS = DIM * sizeof(Number) % UNIT_BYTES ? 0 : DIM * sizeof(Number) / UNIT_BYTES;
     static constexpr int SCORE_TILE = SUM_REGISTERS >= 24 ? 4 : 2, VALUE_TILE = DIM && DIM <= 64 ? 4 : 2, WEIGH_TILE = 4;
 
    public:
-    Attend(const Decode& args, const Piece& piece, const Piece& following, Partial<T, DIM> out)
+    Attend(const Decode& args, const Piece& piece, const Piece& following, Partial<S, DIM> out)
         : args_(args),
           piece_(piece),
           out_(out),
-          shape_{static_cast<int>(args.value_dim), static_cast<int>(args.dim)},
+          shape_{static_cast<int>(args.value_dim), static_cast<int>(args.dim) + SCALE_BYTES<S>},
           group_(args.num_heads / args.cache.num_kv_heads),
           chunks_(args, piece, following),
           ahead_(args, piece, following) {
-        const int64_t chunk_bytes = args.cache.block_size * args.dim * static_cast<int64_t>(sizeof(T));
+        const int64_t chunk_bytes = args.cache.block_size * cached_bytes();
         for (int64_t bytes = 0; bytes < AHEAD_BYTES; bytes += chunk_bytes) ahead_.next();
     }
 
     void run() {
         load_queries();
-        walk(args_.cache.keys, args_.dim, UNIT_BYTES, [&](int64_t kv_head, const T* rows, int64_t row_bytes, int64_t token, int) {
+        walk(args_.cache.keys, args_.dim, UNIT_BYTES,
+             [&](int64_t kv_head, const S* rows, int64_t row_bytes, int64_t token, [[maybe_unused]] int count) {
             in_tiles<SCORE_TILE>(piece_.num_rows * group_, [&](auto heads, int64_t n) __attribute__((always_inline)) {
                 const int64_t at = place(kv_head, 0, n);
-                score<T, heads(), UNITS>(queries_ + at * query_registers_, query_registers_, num_units_, rows, row_bytes,
+                score<S, heads(), UNITS>(queries_ + at * query_registers_, query_registers_, num_units_, rows, row_bytes,
                                          scores_ + at * SCORES_STRIDE + token, SCORES_STRIDE);
             });
+            if constexpr (IS_SCALED) multiply(kv_head, token, scales_of(rows + args_.dim, row_bytes, count));
         });
         for (int64_t r = 0; r < piece_.num_rows; ++r) weigh_row(r);
         std::fill_n(out_.sums()[0], piece_.num_rows * args_.num_heads * RowOps::VECS, splat(0.0f));
-        walk(args_.cache.values, args_.value_dim, sizeof(T), [&](int64_t kv_head, const T* rows, int64_t, int64_t token, int count) {
+        walk(args_.cache.values, args_.value_dim, sizeof(S),
+             [&](int64_t kv_head, const S* rows, [[maybe_unused]] int64_t row_bytes, int64_t token, int count) {
+            if constexpr (IS_SCALED) multiply(kv_head, token, scales_of(rows + args_.dim, row_bytes, count));
             if (piece_.start + token >= piece_.last_first && (piece_.num_rows == 1 || token + LANES <= piece_.least))
                 return add(kv_head, 0, piece_.num_rows, rows, token, count);
             for (int64_t r = 0; r < piece_.num_rows; ++r) add_some(kv_head, r, rows, token, count);
@@ -258,21 +277,41 @@ class Attend {
     }
 
    private:
+    // Bytes of a row of the cache.
+    int64_t cached_bytes() const { return args_.dim * static_cast<int64_t>(sizeof(S)) + SCALE_BYTES<S>; }
+
+    // The scores or weights of the sixteen tokens from `token` on, of all heads and rows of a KV head, times their scales.
+    void multiply(int64_t kv_head, int64_t token, const vf& scales) {
+        for (int64_t n = 0; n < piece_.num_rows * group_; ++n) {
+            float* at = scores_ + place(kv_head, 0, n) * SCORES_STRIDE + token;
+            store(at, load(at) * scales);
+        }
+    }
+
     void load_queries() {
         static thread_local std::vector<vf> queries;
         static thread_local std::vector<vf> scores;
-        const int64_t num_queries = args_.num_heads * piece_.num_rows, row_bytes = args_.dim * static_cast<int64_t>(sizeof(T));
+        const int64_t num_queries = args_.num_heads * piece_.num_rows, row_bytes = args_.dim * static_cast<int64_t>(sizeof(Number));
         num_units_ = static_cast<int>(round_up(row_bytes, UNIT_BYTES) / UNIT_BYTES);
-        query_registers_ = num_units_ * QUERY_REGISTERS<T>;
+        query_registers_ = num_units_ * QUERY_REGISTERS<Number>;
         queries_ = reinterpret_cast<vr*>(at_least(queries, (num_queries * query_registers_ + REGISTERS - 1) / REGISTERS));
         scores_ = reinterpret_cast<float*>(at_least(scores, num_queries * SCORES_STRIDE / LANES));
-        T padded[MAX_HEAD_DIM] = {};
-        for (int64_t r = 0; r < piece_.num_rows; ++r)
-            for (int64_t n = 0; n < args_.num_heads; ++n) {
-                const T* q = static_cast<const T*>(args_.q) + (piece_.row + r) * args_.q_stride_seq + n * args_.q_stride_head;
-                if (row_bytes % UNIT_BYTES) q = std::copy_n(q, args_.dim, padded) - args_.dim;
-                load_query(q, num_units_, queries_ + place(n / group_, r, n % group_) * query_registers_);
-            }
+        Number padded[MAX_HEAD_DIM + LANES] = {};
+        with_rows<S>(args_, [&](auto number) {
+            using T = decltype(number);
+            for (int64_t r = 0; r < piece_.num_rows; ++r)
+                for (int64_t n = 0; n < args_.num_heads; ++n) {
+                    const T* q = static_cast<const T*>(args_.q) + (piece_.row + r) * args_.q_stride_seq + n * args_.q_stride_head;
+                    const Number* row = padded;
+                    if constexpr (!std::is_same_v<T, Number>)
+                        widen(q, args_.dim, padded);
+                    else if (row_bytes % UNIT_BYTES)
+                        std::copy_n(q, args_.dim, padded);
+                    else
+                        row = q;
+                    load_query(row, num_units_, queries_ + place(n / group_, r, n % group_) * query_registers_);
+                }
+        });
     }
 
     // Where a query head is among those of the piece: for each KV head those of all rows.
@@ -290,19 +329,19 @@ class Attend {
     }
 
     // Of `count` tokens those that a row sees to its sums. A first one that is the second of a pair comes alone.
-    void add_some(int64_t kv_head, int64_t r, const T* rows, int64_t token, int count) {
+    void add_some(int64_t kv_head, int64_t r, const S* rows, int64_t token, int count) {
         const int64_t row = piece_.row + r, seen = tokens_from(args_, row, piece_.start) - token;
         const int64_t end = std::min<int64_t>(seen, count);
         int64_t first = std::max<int64_t>(first_seen(args_, row) - piece_.start - token, 0);
         if (first % 2 && first < end) {
-            add(kv_head, r, 1, rows + first * args_.dim, token + first, 1);
+            add(kv_head, r, 1, rows + first * (args_.dim + SCALE_BYTES<S>), token + first, 1);
             ++first;
         }
-        if (first < end) add(kv_head, r, 1, rows + first * args_.dim, token + first, static_cast<int>(end - first));
+        if (first < end) add(kv_head, r, 1, rows + first * (args_.dim + SCALE_BYTES<S>), token + first, static_cast<int>(end - first));
     }
 
     // `count` tokens to the sums of the query heads of a KV head in `num_rows` rows.
-    void add(int64_t kv_head, int64_t row, int64_t num_rows, const T* rows, int64_t token, int count) {
+    void add(int64_t kv_head, int64_t row, int64_t num_rows, const S* rows, int64_t token, int count) {
         constexpr int64_t WEIGHTS_STRIDE = SCORES_STRIDE * sizeof(float) / sizeof(Weight);
         in_tiles<VALUE_TILE>(num_rows * group_, [&](auto heads, int64_t n) __attribute__((always_inline)) {
             const int64_t at = place(kv_head, row, n);
@@ -316,19 +355,21 @@ class Attend {
     // cache, adjacent blocks are left to the hardware prefetcher, which detects the sequence of the reads.
     template <class Visit>
     void walk(const void* plane, int64_t dim, int64_t unit, Visit visit) {
-        const int64_t block_size = args_.cache.block_size, row_bytes = args_.dim * static_cast<int64_t>(sizeof(T));
-        if (block_size % LANES || row_bytes % UNIT_BYTES) return walk_copies(plane, dim, round_up(row_bytes, unit), visit);
+        const int64_t block_size = args_.cache.block_size, row_bytes = cached_bytes();
+        if (block_size % LANES || args_.dim * NUMBER_BYTES<S> % UNIT_BYTES)
+            return walk_copies(plane, dim, round_up(row_bytes, unit), visit);
         const int64_t begin = piece_.first / LANES * LANES, end = piece_.start + piece_.num_tokens;
+        const int64_t row_numbers = args_.dim + SCALE_BYTES<S>;
         int64_t block_end = begin / block_size * block_size + block_size;
         for (int64_t first = begin; first < end; first = block_end, block_end += block_size) {
             const int64_t count = std::min(block_end, end) - first;
             for (int64_t kv_head = 0; kv_head < args_.cache.num_kv_heads; ++kv_head) {
                 const bool prefetches = PREFETCH_INTO_L2 || ahead_.is_jump();
-                const T *rows = chunks_.next(), *later = ahead_.next();
+                const S *rows = chunks_.next(), *later = ahead_.next();
                 for (int64_t t = 0; t < count; t += LANES) {
                     const int run = static_cast<int>(std::min<int64_t>(count - t, LANES));
-                    if (prefetches) prefetch_range(later + t * args_.dim, LANES * row_bytes);
-                    visit(kv_head, rows + t * args_.dim, row_bytes, first - piece_.start + t, run);
+                    if (prefetches) prefetch_range(later + t * row_numbers, LANES * row_bytes);
+                    visit(kv_head, rows + t * row_numbers, row_bytes, first - piece_.start + t, run);
                 }
             }
         }
@@ -339,7 +380,7 @@ class Attend {
     void walk_copies(const void* plane, int64_t dim, int64_t row_bytes, Visit visit) {
         const Cache& cache = args_.cache;
         const int32_t* blocks = args_.tables + piece_.longest * args_.table_stride;
-        alignas(4 * LANES) char copies[LANES * MAX_HEAD_DIM * sizeof(T)];
+        alignas(4 * LANES) char copies[LANES * (MAX_HEAD_DIM * sizeof(S) + UNIT_BYTES)];
         const int64_t skipped = piece_.first - piece_.start;
         for (int64_t token = skipped / LANES * LANES; token < piece_.num_tokens; token += LANES) {
             const int64_t count = std::min<int64_t>(piece_.num_tokens - token, LANES);
@@ -347,20 +388,21 @@ class Attend {
                 std::fill(copies, copies + LANES * row_bytes, 0);
                 for (int64_t t = std::max<int64_t>(skipped - token, 0); t < count; ++t) {
                     const int64_t at = piece_.start + token + t, row = kv_head * cache.block_size + at % cache.block_size;
-                    const T* block = static_cast<const T*>(plane) + blocks[at / cache.block_size] * cache.block_stride;
-                    std::copy_n(block + row * args_.dim, dim, reinterpret_cast<T*>(copies + t * row_bytes));
+                    const S* block = static_cast<const S*>(plane) + blocks[at / cache.block_size] * cache.block_stride;
+                    std::copy_n(block + row * (args_.dim + SCALE_BYTES<S>), dim + SCALE_BYTES<S>,
+                                reinterpret_cast<S*>(copies + t * row_bytes));
                 }
-                visit(kv_head, reinterpret_cast<const T*>(copies), row_bytes, token, static_cast<int>(count));
+                visit(kv_head, reinterpret_cast<const S*>(copies), row_bytes, token, static_cast<int>(count));
             }
         }
     }
 
     const Decode& args_;
     const Piece& piece_;
-    const Partial<T, DIM> out_;
+    const Partial<S, DIM> out_;
     const Shape<DIM> shape_;
     const int64_t group_;
-    Chunks<T> chunks_, ahead_;
+    Chunks<S> chunks_, ahead_;
     int num_units_ = 0;
     int64_t query_registers_ = 0;
     vr* queries_ = nullptr;
@@ -368,17 +410,17 @@ class Attend {
 };
 
 // The pieces of row s together, in order; zeros without any. `partial_of(piece)` is what a piece left.
-template <class T, int DIM, class PartialOf>
+template <class S, int DIM, class PartialOf>
 void put_together(const Decode& args, int64_t s, const Plan& plan, PartialOf partial_of) {
-    using RowOps = Rows<T, DIM>;
+    using RowOps = Rows<S, DIM>;
     const Shape<DIM> shape{static_cast<int>(args.value_dim), static_cast<int>(args.dim)};
     const int64_t group = args.num_heads / args.cache.num_kv_heads;
     const Plan::Place *begin = plan.places.data() + plan.first_place[s], *end = plan.places.data() + plan.first_place[s + 1];
-    auto* out = static_cast<T*>(args.out) + s * args.num_heads * args.value_dim;
-    if (begin == end) {
-        std::fill_n(out, args.num_heads * args.value_dim, T{});
-        return;
-    }
+    const int64_t first_out = s * args.num_heads * args.value_dim;
+    if (begin == end)
+        return with_rows<S>(args, [&](auto zero) {
+            std::fill_n(static_cast<decltype(zero)*>(args.out) + first_out, args.num_heads * args.value_dim, zero);
+        });
     for (int64_t first = 0, i = 0; first < args.num_heads; first += LANES, ++i) {
         Joined joined{partial_of(begin->piece).tops(begin->row)[i], partial_of(begin->piece).totals(begin->row)[i]};
         for (const Plan::Place* at = begin + 1; at < end; ++at) {
@@ -400,13 +442,16 @@ void put_together(const Decode& args, int64_t s, const Plan& plan, PartialOf par
                 const float before = partial.tops(at->row)[i][n - first], piece = partial.totals(at->row)[i][n - first];
                 for (int v = 0; v < RowOps::VECS; ++v) sums[v] = join(sums[v], next[v], before, piece);
             }
-            for (int v = 0; v < shape.vecs(); ++v)
-                store(out + n * args.value_dim + v * LANES, finished(RowOps::in_order(sums, v), inverse[n - first]), shape.lanes(v));
+            with_rows<S>(args, [&](auto number) {
+                auto* out = static_cast<decltype(number)*>(args.out) + first_out + n * args.value_dim;
+                for (int v = 0; v < shape.vecs(); ++v)
+                    store(out + v * LANES, finished(RowOps::in_order(sums, v), inverse[n - first]), shape.lanes(v));
+            });
         }
     }
 }
 
-template <class T, int DIM>
+template <class S, int DIM>
 void decode(const Decode& args) {
     static thread_local Plan plan;
     static thread_local std::vector<vf> memory;
@@ -418,11 +463,11 @@ void decode(const Decode& args) {
     const int64_t num_pieces = static_cast<int64_t>(plan.pieces.size());
     first_vec.assign(1, 0);
     for (const Piece& piece : plan.pieces)
-        first_vec.push_back(first_vec.back() + Partial<T, DIM>{nullptr, args.num_heads, piece.num_rows}.size());
+        first_vec.push_back(first_vec.back() + Partial<S, DIM>{nullptr, args.num_heads, piece.num_rows}.size());
     vf* const partials = at_least(memory, first_vec.back());
     const Piece* const pieces = plan.pieces.data();
     const int64_t* const first = first_vec.data();
-    const auto partial_of = [=, &args](int64_t i) { return Partial<T, DIM>{partials + first[i], args.num_heads, pieces[i].num_rows}; };
+    const auto partial_of = [=, &args](int64_t i) { return Partial<S, DIM>{partials + first[i], args.num_heads, pieces[i].num_rows}; };
     static thread_local std::vector<std::atomic<int64_t>> counts;
     const size_t num_neighbours = plan.neighbours.size();
     if (counts.size() < num_neighbours) counts = std::vector<std::atomic<int64_t>>(num_neighbours);
@@ -432,30 +477,33 @@ void decode(const Decode& args) {
     std::atomic<int64_t> unclaimed{0};  // a slower thread takes fewer of them
     on_each_thread([&](int, int num_parts) {
         for (int64_t i; (i = unclaimed.fetch_add(1, std::memory_order_relaxed)) < num_pieces;) {
-            Attend<T, DIM>(args, pieces[i], pieces[i + num_parts < num_pieces ? i + num_parts : i], partial_of(i)).run();
+            Attend<S, DIM>(args, pieces[i], pieces[i + num_parts < num_pieces ? i + num_parts : i], partial_of(i)).run();
             const int64_t neighbours = pieces[i].neighbours;
             if (missing[neighbours].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
             for (int64_t s = made.neighbours[neighbours].first; s < made.neighbours[neighbours].end; ++s)
-                put_together<T, DIM>(args, s, made, partial_of);
+                put_together<S, DIM>(args, s, made, partial_of);
         }
     });
     for (int64_t s = 0; s < args.num_seqs; ++s)
-        if (args.lengths[s] == 0) put_together<T, DIM>(args, s, plan, partial_of);
+        if (args.lengths[s] == 0) put_together<S, DIM>(args, s, plan, partial_of);
 }
 
-template <class T>
+template <class S>
 void decode(const Decode& args) {
-    if (args.value_dim != args.dim) return decode<T, 0>(args);
+    if (args.value_dim != args.dim) return decode<S, 0>(args);
     switch (args.dim) {
-        case 16: return decode<T, 16>(args);
-        case 32: return decode<T, 32>(args);
-        case 64: return decode<T, 64>(args);
-        case 80: return decode<T, 80>(args);
-        case 96: return decode<T, 96>(args);
-        case 128: return decode<T, 128>(args);
-        case 256: return decode<T, 256>(args);
-        default: return decode<T, 0>(args);
+        case 64: return decode<S, 64>(args);
+        case 96: return decode<S, 96>(args);
+        case 128: return decode<S, 128>(args);
+        case 256: return decode<S, 256>(args);
     }
+    if constexpr (!std::is_same_v<S, int8_t>)
+        switch (args.dim) {
+            case 16: return decode<S, 16>(args);
+            case 32: return decode<S, 32>(args);
+            case 80: return decode<S, 80>(args);
+        }
+    decode<S, 0>(args);
 }
 
 // Index of the first sequence whose length or blocks lie outside, or -1.
@@ -480,6 +528,9 @@ extern "C" int64_t disagg_decode_attention(const void* p) {
     const auto& args = args_as<Decode>(p);
     const int64_t invalid = first_invalid(args);
     if (invalid >= 0) return invalid;
-    args.is_bf16 ? decode<bf16>(args) : decode<float>(args);
+    if (args.is_int8)
+        decode<int8_t>(args);
+    else
+        args.is_bf16 ? decode<bf16>(args) : decode<float>(args);
     return DONE;
 }

@@ -47,8 +47,8 @@ class Int8Inputs {
 
     Int8Inputs(const void* panel, int64_t column) : at_(static_cast<const int8_t*>(panel) + column) {}
 
-    vr even(int v) const { return int8_register(at_ + v * REGISTER_LANES); }
-    vr odd(int v) const { return int8_register(at_ + COLUMNS + v * REGISTER_LANES); }
+    vr even(int v) const { return load_register(at_ + v * REGISTER_LANES); }
+    vr odd(int v) const { return load_register(at_ + COLUMNS + v * REGISTER_LANES); }
     void next() { at_ += PAIR; }
 
    private:

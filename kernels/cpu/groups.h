@@ -34,34 +34,6 @@ struct Codes {
     static constexpr int64_t BLOCK_LINES = BYTES / 2 / 64;
 };
 
-// Registers of the scales of a group, from fp16: those of the columns from `column` on.
-inline vr load_fp16(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (vr)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__F16C__)
-    return (vr)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-    vrh halves;
-    std::memcpy(&halves, p, sizeof halves);
-    const vru bits = __builtin_convertvector(halves, vru);
-    const vr magnitude = (vr)((bits & 0x7fffu) << 13) * splat_register(0x1p112f);
-    return (vr)((vru)magnitude | (bits & 0x8000u) << 16);
-#endif
-}
-
-inline vr int8_register(const int8_t* p) {
-#if defined(__AVX512F__)
-    return (vr)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-    return (vr)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-    typedef int8_t vrb __attribute__((vector_size(REGISTER_LANES)));
-    vrb bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, vri), vr);
-#endif
-}
-
 // Scales and what is added to their products, of some columns of a group.
 struct Scales {
     vr scale, offset;
@@ -102,7 +74,7 @@ void widen_group(const char* group, int64_t column, float (*widened)[COUNT]) {
 #pragma GCC unroll 8
                 for (int i = 0; i < BLOCK_INPUTS; ++i) put(block * BLOCK_INPUTS + i, __builtin_convertvector((vri)(words >> (4 * i) & 15u), vr));
             } else {
-                put(block, int8_register(reinterpret_cast<const int8_t*>(codes) + block * COLUMNS + at));
+                put(block, load_register(reinterpret_cast<const int8_t*>(codes) + block * COLUMNS + at));
             }
         }
     }

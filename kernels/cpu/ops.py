@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from disagg.kernels import reference
+from disagg.kernels import kv_rows, reference
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.experts import MoeFfn
 from disagg.kernels.cpu.linear import KINDS, PRODUCT, NativeExpertWeight
@@ -54,6 +54,15 @@ def _are_caches(key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool:
     if strides[1:] != (B * D, D, 1) or value_cache_NKBD.stride() != strides:
         return False
     return value_shape[:3] == (num_blocks, K, B) and 0 < value_shape[3] <= D
+
+
+def _is_int8(dtype: torch.dtype, key_cache_NKBD: Tensor, value_cache_NKBD: Tensor) -> bool | None:
+    """Whether the cache has rows of 8 bits; None where the kernels do not read it beside rows of `dtype`."""
+    keys, values = key_cache_NKBD.dtype, value_cache_NKBD.dtype
+    if keys == values == dtype:
+        return False
+    is_whole = key_cache_NKBD.shape[3] == value_cache_NKBD.shape[3] > kv_rows.SCALE_BYTES
+    return True if keys == values == torch.int8 and is_whole else None
 
 
 def _are_tables(cos_PR: Tensor, sin_PR: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
@@ -140,7 +149,7 @@ class NativeOps(Ops):
         self._qkv_rope_write = Kernel(
             short,
             "disagg_qkv_rope_write",
-            "iPqqqqqqPPfiiPPPPqPPPqqqqqPP",
+            "iiPqqqqqqPPfiiPPPPqPPPqqqqqPP",
             "token {}: its slot or its position is outside the cache",
         )
         self._linear_by_head = Kernel(long, "disagg_linear_by_head", f"{PRODUCT}qq")
@@ -153,11 +162,11 @@ class NativeOps(Ops):
         self._decode_attention = Kernel(
             long,
             "disagg_decode_attention",
-            "iPqqPPqqqqPqqPqqqqffqPP",
+            "iiPqqPPqqqqPqqPqqqqffqPP",
             "sequence {}: its length or a block of its table is outside the cache",
         )
         self._prefill_attention = Kernel(
-            long, "disagg_prefill_attention", "iiiPqqPPqqqqPqqqffqPP", "the block at place {} is outside the cache"
+            long, "disagg_prefill_attention", "iiiiPqqPPqqqqPqqqffqPP", "the block at place {} is outside the cache"
         )
 
     @override
@@ -323,12 +332,16 @@ class NativeOps(Ops):
         is_bf16 = _IS_BF16.get(dtype)
         (T, Q), (stride, inner) = qkv_TQ.shape, qkv_TQ.stride()
         cache_shape, cache_strides, table_shape = key_cache_NKBD.shape, key_cache_NKBD.stride(), cos_PR.shape
-        num_blocks, K, B, D = cache_shape
+        num_blocks, K, B, row_size = cache_shape
+        is_int8 = _is_int8(dtype, key_cache_NKBD, value_cache_NKBD)
+        if is_int8 is None:
+            return None
+        D = kv_rows.width(key_cache_NKBD)
         N, rest = divmod(Q - 2 * K * D, D)
         P, R = table_shape
         if is_bf16 is None or inner != 1 or rest or N < 1 or R % 2 or R > D or D > MAX_HEAD_DIM:
             return None
-        if not dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype or cache_strides[1:] != (B * D, D, 1):
+        if cache_strides[1:] != (B * row_size, row_size, 1):
             return None
         if value_cache_NKBD.shape != cache_shape or value_cache_NKBD.stride() != cache_strides:
             return None
@@ -345,7 +358,7 @@ class NativeOps(Ops):
             return None
         out = new_output((T, N, D), dtype)
         self._qkv_rope_write(
-            is_bf16, qkv_TQ.data_ptr(), stride, T, N, K, D, R, _address(layer.q_norm_D), _address(layer.k_norm_D),
+            is_bf16, is_int8, qkv_TQ.data_ptr(), stride, T, N, K, D, R, _address(layer.q_norm_D), _address(layer.k_norm_D),
             layer.eps, layer.plus_one, is_whole, 0 if squares is None else squares.sums_T2.data_ptr(),
             positions_T.data_ptr(), cos_PR.data_ptr(), sin_PR.data_ptr(), P, _address(layer.query_scale_P),
             key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), cache_strides[0], num_blocks, B,
@@ -428,7 +441,8 @@ class NativeOps(Ops):
         """IndexError for a length or a block outside the cache."""
         dtype = q_SND.dtype
         is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
+        is_int8 = _is_int8(dtype, key_cache_NKBD, value_cache_NKBD)
+        if is_bf16 is None or is_int8 is None:
             return None
         q_stride, table_stride = q_SND.stride(), block_tables_SM.stride()
         if q_stride[2] != 1 or table_stride[1] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
@@ -436,15 +450,15 @@ class NativeOps(Ops):
         if block_tables_SM.dtype != torch.int32 or context_lens_S.dtype != torch.int32 or context_lens_S.stride(0) != 1:
             return None
         S, N, D = q_SND.shape
-        num_blocks, K, B, cache_dim = key_cache_NKBD.shape
+        num_blocks, K, B, _ = key_cache_NKBD.shape
+        cache_dim, value_dim = kv_rows.width(key_cache_NKBD), kv_rows.width(value_cache_NKBD)
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not S == block_tables_SM.shape[0] == context_lens_S.shape[0]:
             return None
-        value_dim = value_cache_NKBD.shape[3]
         if not _takes(form, N) or not can_hold(out_SND, (S, N, value_dim), dtype):
             return None
         out = new_output((S, N, value_dim), dtype) if out_SND is None else out_SND
         self._decode_attention(
-            is_bf16, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
+            is_bf16, is_int8, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
             key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
             block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, value_dim, *_form(form), out.data_ptr(),
         )  # fmt: skip
@@ -463,14 +477,15 @@ class NativeOps(Ops):
         """Calls the kernel for each chunk. IndexError for a block outside the cache."""
         dtype = q_TND.dtype
         is_bf16 = _IS_BF16.get(dtype)
-        if is_bf16 is None or key_cache_NKBD.dtype != dtype or value_cache_NKBD.dtype != dtype:
+        is_int8 = _is_int8(dtype, key_cache_NKBD, value_cache_NKBD)
+        if is_bf16 is None or is_int8 is None:
             return None
         q_stride = q_TND.stride()
-        value_dim = value_cache_NKBD.shape[3]
+        cache_dim, value_dim = kv_rows.width(key_cache_NKBD), kv_rows.width(value_cache_NKBD)
         if q_stride[2] != 1 or not _are_caches(key_cache_NKBD, value_cache_NKBD):
             return None
         T, N, D = q_TND.shape
-        num_blocks, K, B, cache_dim = key_cache_NKBD.shape
+        num_blocks, K, B, _ = key_cache_NKBD.shape
         if D > MAX_HEAD_DIM or cache_dim != D or N % K or not _takes(form, N):
             return None
         if not can_hold(out_TND, (T, N, value_dim), dtype):
@@ -481,7 +496,7 @@ class NativeOps(Ops):
         for chunk in prefills.chunks:
             first, num_rows = chunk.rows.start, chunk.rows.stop - chunk.rows.start
             self._prefill_attention(
-                is_bf16, D, value_dim, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
+                is_bf16, is_int8, D, value_dim, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
                 key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B,
                 chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, *_form(form),
                 out_TND.data_ptr() + first * N * value_dim * itemsize,

@@ -7,13 +7,15 @@
 // in the second-level cache.
 //
 // Products work on words (`words.h`). Sums and weights are fp32; P is rounded to bf16 where words are pairs, as in torch's own CPU
-// kernel.
+// kernel. Of a cache in 8 bits (`int8_rows.h`) words are fp32: scores are multiplied by the scales of their keys, weights by those of
+// their values.
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "calls.h"
+#include "int8_rows.h"
 #include "order.h"
 #include "scratch.h"
 #include "thread_pool.h"
@@ -88,12 +90,17 @@ template <class Mul, int PARTS, int ROWS, int LEVEL>
     return sums;
 }
 
-// c[r] = the scores of ROWS rows of `words` words and sixteen keys, [word][key].
-template <class T, class Mul, int ROWS>
-void score_tile(const Word* a, int64_t words, const Word* b, float* c, int64_t c_stride) {
-    constexpr int PARTS = sizeof(Word) / sizeof(T) / Mul::PER_WORD, LEVELS = 3;
+// c[r] = the scores of ROWS rows of `words` words and sixteen keys of S, [word][key], times the scales of these, if they have some.
+template <class S, class Mul, int ROWS>
+void score_tile(const Word* a, int64_t words, const Word* b, [[maybe_unused]] const float* scales, float* c, int64_t c_stride) {
+    constexpr int PARTS = sizeof(Word) / NUMBER_BYTES<S> / Mul::PER_WORD, LEVELS = 3;
     static_assert(1 << LEVELS == CHAINS);
-    const Scores<ROWS> scores = chains<Mul, PARTS, ROWS, LEVELS>(a, words, b);
+    Scores<ROWS> scores = chains<Mul, PARTS, ROWS, LEVELS>(a, words, b);
+    if constexpr (SCALE_BYTES<S> > 0) {
+        const vf scale = load(scales);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) scores.of[r] = scores.of[r] * scale;
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) store(c + r * c_stride, scores.of[r]);
 }
@@ -112,7 +119,8 @@ void product_of(int64_t rows, int64_t vecs, const Word* a, int64_t a_stride, con
 }
 
 struct Prefill {
-    int32_t is_bf16, dim, value_dim;  // rows of values are as far apart as those of keys
+    int32_t is_bf16, is_int8;  // queries and results; the cache
+    int32_t dim, value_dim;    // rows of values are as far apart as those of keys
     const void* q;
     int64_t q_stride_token, q_stride_head;
     const void* keys;
@@ -131,8 +139,11 @@ struct Scratch {
     std::vector<float> scores, sums, piece_sums;
 };
 
-template <class T, class Mul>
+// Queries are of T, the cache of S.
+template <class T, class S, class Mul>
 class Attention {
+    static constexpr bool IS_SCALED = SCALE_BYTES<S> > 0;
+
    public:
     explicit Attention(const Prefill& args)
         : args_(args),
@@ -152,9 +163,14 @@ class Attention {
 
     void run() {
         static thread_local std::vector<Word> packed;
+        static thread_local std::vector<float> scales;
         const int64_t at_once = std::clamp<int64_t>(PACKED_WORDS / (2 * head_words_), 1, args_.num_kv_heads);
         keys_ = at_least(packed, 2 * at_once * head_words_);
         values_ = keys_ + at_once * head_words_;
+        if constexpr (IS_SCALED) {
+            key_scales_ = at_least(scales, 2 * at_once * padded_tokens_);
+            value_scales_ = key_scales_ + at_once * padded_tokens_;
+        }
         for (int64_t first = 0; first < args_.num_kv_heads; first += at_once)
             run(first, std::min(at_once, args_.num_kv_heads - first));
     }
@@ -164,21 +180,35 @@ class Attention {
     void run(int64_t first_kv_head, int64_t num_kv_heads) {
         parallel_for(num_kv_heads * padded_tokens_ / KEY_TILE, [&](int64_t piece) {
             const int64_t kv_head = piece * KEY_TILE / padded_tokens_;
-            pack(first_kv_head + kv_head, kv_head * head_words_, origin_ + piece * KEY_TILE % padded_tokens_);
+            const int64_t first = origin_ + piece * KEY_TILE % padded_tokens_;
+            pack(first_kv_head + kv_head, kv_head * head_words_, first);
+            if constexpr (IS_SCALED) take_scales(first_kv_head + kv_head, kv_head * padded_tokens_ + first - origin_, first);
         });
         parallel_for_dynamic(num_kv_heads * group_ * num_tiles_, 1, [&](int64_t item, int64_t end) {
             for (; item < end; ++item) {
                 const int64_t head = item / num_tiles_, first = (num_tiles_ - 1 - item % num_tiles_) * tile_;
-                const int64_t at = head / group_ * head_words_, rows = std::min(tile_, args_.num_tokens - first);
-                attend(first_kv_head * group_ + head, first, rows, keys_ + at, values_ + at);
+                attend(first_kv_head * group_ + head, head / group_, first, std::min(tile_, args_.num_tokens - first));
             }
         });
     }
 
-    const T* cached_row(const void* cache, int64_t kv_head, int64_t position) const {
+    const S* cached_row(const void* cache, int64_t kv_head, int64_t position) const {
         const int64_t block = args_.table[position / args_.block_size];
-        return static_cast<const T*>(cache) + block * args_.block_stride +
-               (kv_head * args_.block_size + position % args_.block_size) * args_.dim;
+        return static_cast<const S*>(cache) + block * args_.block_stride +
+               (kv_head * args_.block_size + position % args_.block_size) * (args_.dim + SCALE_BYTES<S>);
+    }
+
+    // The scales of KEY_TILE tokens from `first` on, zeros for those that nobody sees, to the places from `at` on.
+    void take_scales(int64_t kv_head, int64_t at, int64_t first) const {
+        const auto take = [&](const void* cache, float* scales) {
+            for (int64_t t = 0; t < KEY_TILE; ++t) {
+                uint16_t half = 0;
+                if (is_seen(first + t)) std::memcpy(&half, cached_row(cache, kv_head, first + t) + args_.dim, sizeof half);
+                scales[t] = half == NAN_HALF ? NAN : float_of_half(half);
+            }
+        };
+        take(args_.keys, key_scales_ + at);
+        take(args_.values, value_scales_ + at);
     }
 
     // KEY_TILE tokens from `first` on, zeros for those that nobody sees.
@@ -205,16 +235,19 @@ class Attention {
         if constexpr (Mul::PER_WORD == 1) {
             Mul::pack(cached_row(args_.values, kv_head, t), args_.value_dim, padded_value_dim_, words);
         } else {
-            static constexpr T ZEROS[MAX_HEAD_DIM] = {};
-            const T* first = is_seen(t) ? cached_row(args_.values, kv_head, t) : ZEROS;
-            const T* second = is_seen(t + 1) ? cached_row(args_.values, kv_head, t + 1) : ZEROS;
+            static constexpr S ZEROS[MAX_HEAD_DIM] = {};
+            const S* first = is_seen(t) ? cached_row(args_.values, kv_head, t) : ZEROS;
+            const S* second = is_seen(t + 1) ? cached_row(args_.values, kv_head, t + 1) : ZEROS;
             for (int d = 0; d < args_.value_dim; ++d) words[d] = first[d].bits | static_cast<Word>(second[d].bits) << 16;
             std::fill(words + args_.value_dim, words + padded_value_dim_, 0);
         }
     }
 
-    void attend(int64_t head, int64_t first, int64_t rows, const Word* keys, const Word* values) const {
+    // `kv_head` counts those that are packed.
+    void attend(int64_t head, int64_t kv_head, int64_t first, int64_t rows) const {
         static thread_local Scratch scratch;
+        const Word *keys = keys_ + kv_head * head_words_, *values = values_ + kv_head * head_words_;
+        const float *key_scales = key_scales_ + kv_head * padded_tokens_, *value_scales = value_scales_ + kv_head * padded_tokens_;
         Word* queries = at_least(scratch.queries, tile_ * row_words_);
         float* scores = at_least(scratch.scores, tile_ * SCORE_STRIDE);
         float* sums = at_least(scratch.sums, tile_ * padded_value_dim_);
@@ -227,7 +260,7 @@ class Attention {
         Joined joined[MAX_TILE / LANES];
         for (int64_t piece = first_piece; piece < before + rows; piece += PIECE_TOKENS) {
             const int64_t end = rows_that_see(before, rows, piece + PIECE_TOKENS);
-            score(before, rows, piece, queries, keys, scores);
+            score(before, rows, piece, queries, keys, key_scales, scores);
             vf tops[MAX_TILE / LANES], totals[MAX_TILE / LANES];
             for (vf& each : tops) each = splat(-INFINITY);  // of rows that do not see this piece
             for (vf& each : totals) each = splat(0.0f);
@@ -237,6 +270,7 @@ class Attention {
                                                             args_.form, reinterpret_cast<float*>(tops) + r,
                                                             reinterpret_cast<float*>(totals) + r);
                 });
+                if constexpr (IS_SCALED) multiply(before + r, count, piece, value_scales, scores + r * SCORE_STRIDE);
             });
             add_values(before, end, piece, reinterpret_cast<const Word*>(scores), values, piece > first_piece ? piece_sums : sums);
             // Rows from `begun` on saw nothing before this piece.
@@ -269,6 +303,19 @@ class Attention {
         }
     }
 
+    // The weights in a piece of `count` rows, of which the first has `before` keys before its own, times the scales of the values.
+    void multiply(int64_t before, int64_t count, int64_t piece, const float* scales, float* weights) const {
+        const int64_t begin = std::max<int64_t>(args_.form.first_seen(before) - piece, 0) / LANES * LANES;
+        const int64_t end = std::min(before + count - piece, PIECE_TOKENS);
+        for (int64_t i = begin; i < end; i += LANES) {
+            const vf scale = load(scales + piece - origin_ + i);
+            for (int64_t r = 0; r < count; ++r) {
+                float* at = weights + r * SCORE_STRIDE + i;
+                store(at, load(at) * scale);
+            }
+        }
+    }
+
     // The sums of rows from `first` to `end`; `shares` are those of the rows from `lanes` on.
     void join_rows(const Shares& shares, int64_t lanes, int64_t first, int64_t end, const float* piece_sums, float* sums) const {
         for (int64_t r = first; r < end; ++r) {
@@ -297,15 +344,17 @@ class Attention {
 
     // Scores in a piece of rows that have `before` keys and one more for each row before them; a block of rows as far as its last
     // one sees.
-    void score(int64_t before, int64_t rows, int64_t piece, const Word* queries, const Word* keys, float* scores) const {
+    void score(int64_t before, int64_t rows, int64_t piece, const Word* queries, const Word* keys, const float* scales,
+               float* scores) const {
         const int64_t first = std::max(piece, args_.form.first_seen(before) / KEY_TILE * KEY_TILE);
         for (int64_t key = first; key < std::min(before + rows, piece + PIECE_TOKENS); key += KEY_TILE)
             in_blocks<SCORE_ROWS>(key, before, rows_that_see(before, rows, key + KEY_TILE), [&](int64_t r, int64_t count) {
                 const int64_t seen = std::min<int64_t>(KEY_TILE, before + r + count - key);
                 with_constant<SCORE_ROWS>(count, [&](auto num_rows) {
                     for (int64_t k = 0; k < seen; k += LANES)
-                        score_tile<T, Mul, num_rows()>(queries + r * row_words_, row_words_, keys + (key - origin_ + k) * row_words_,
-                                                       scores + r * SCORE_STRIDE + key - piece + k, SCORE_STRIDE);
+                        score_tile<S, Mul, num_rows()>(queries + r * row_words_, row_words_, keys + (key - origin_ + k) * row_words_,
+                                                       scales + key - origin_ + k, scores + r * SCORE_STRIDE + key - piece + k,
+                                                       SCORE_STRIDE);
                 });
             });
     }
@@ -330,6 +379,7 @@ class Attention {
     const int64_t padded_tokens_, head_words_, group_;
     int64_t num_tiles_, tile_;
     Word *keys_ = nullptr, *values_ = nullptr;
+    float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of each KV head and token
 };
 
 }  // namespace
@@ -342,6 +392,9 @@ extern "C" int64_t disagg_prefill_attention(const void* p) {
     for (int64_t b = args.form.first_seen(args.start) / args.block_size; b * args.block_size < args.start + args.num_tokens; ++b)
         if (args.table[b] < 0 || args.table[b] >= args.num_blocks) return b;
     if (args.num_tokens == 0) return DONE;
-    args.is_bf16 ? Attention<bf16, ForBf16>(args).run() : Attention<float, Single>(args).run();
+    if (args.is_int8)
+        args.is_bf16 ? Attention<bf16, int8_t, Single>(args).run() : Attention<float, int8_t, Single>(args).run();
+    else
+        args.is_bf16 ? Attention<bf16, bf16, ForBf16>(args).run() : Attention<float, float, Single>(args).run();
     return DONE;
 }

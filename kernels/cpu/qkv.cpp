@@ -2,6 +2,7 @@
 // rotary embedding of the first dims by position, and K and V into the paged cache. It rounds where separate ops would round. Threads take tokens.
 
 #include "calls.h"
+#include "int8_rows.h"
 #include "thread_pool.h"
 #include "vec.h"
 
@@ -11,7 +12,7 @@ namespace {
 constexpr int64_t MIN_PARALLEL_TOKENS = 8;
 
 struct Qkv {
-    int32_t is_bf16;
+    int32_t is_bf16, is_int8;  // rows; the cache
     const void* qkv;  // a row holds the heads of q, then of k, then of v
     int64_t stride, num_tokens, num_heads, num_kv_heads, dim, rotary_dim;
     const void *q_norm, *k_norm;  // null without
@@ -73,18 +74,19 @@ void token_of(const Qkv& args, int64_t t) {
     const auto* x = static_cast<const T*>(args.qkv) + t * args.stride;
     const auto* cos = static_cast<const T*>(args.cos) + position * rotary_dim;
     const auto* sin = static_cast<const T*>(args.sin) + position * rotary_dim;
-    // All heads of q, or all of k; `squares` is the token's sum over all ranks, where there is one.
-    const auto rotate_heads = [&](int64_t num_heads, const void* norm, const float* squares, int64_t size, T* out, int64_t stride) {
+    // All heads of q, or all of k, each where `place(head)` says; `squares` is the token's sum over all ranks, where there is one.
+    const auto rotate_heads = [&](int64_t num_heads, const void* norm, const float* squares, int64_t size, auto place, auto done) {
         if constexpr (PLAIN) {
-            for (int64_t h = 0; h < num_heads; ++h, x += dim, out += stride) rotate_head(x, cos, sin, out, dim / 2);
+            for (int64_t h = 0; h < num_heads; done(h), ++h, x += dim) rotate_head(x, cos, sin, place(h), dim / 2);
             return;
         }
         const auto* weight = static_cast<const T*>(norm);
         float inverse = 0.0f;
         if (weight && args.is_whole)
             inverse = inverse_rms(squares ? *squares : sum_of_squares(x, num_heads * dim), size, args.eps);
-        for (int64_t h = 0; h < num_heads; ++h, x += dim, out += stride) {
+        for (int64_t h = 0; h < num_heads; done(h), ++h, x += dim) {
             T normed[MAX_HEAD_DIM];
+            T* out = place(h);
             if (weight && !args.is_whole) inverse = inverse_rms(sum_of_squares(x, dim), dim, args.eps);
             if (weight) norm_head(x, args.is_whole ? weight + h * dim : weight, normed, dim, inverse, args.plus_one);
             const T* head = weight ? normed : x;
@@ -94,7 +96,8 @@ void token_of(const Qkv& args, int64_t t) {
     };
     const float* squares = args.squares ? args.squares + 2 * t : nullptr;
     T* q_out = static_cast<T*>(args.q_out) + t * args.num_heads * dim;
-    rotate_heads(args.num_heads, args.q_norm, squares, args.q_size, q_out, dim);
+    const auto nothing = [](int64_t) {};
+    rotate_heads(args.num_heads, args.q_norm, squares, args.q_size, [&](int64_t h) { return q_out + h * dim; }, nothing);
     if (!PLAIN && args.query_scales) {
         const float scale = load(static_cast<const T*>(args.query_scales) + position, 1)[0];
         for (int64_t i = 0; i < args.num_heads * dim; i += LANES) {
@@ -103,12 +106,20 @@ void token_of(const Qkv& args, int64_t t) {
         }
     }
     if (slot < 0) return;
-    const int64_t at = slot / args.block_size * args.block_stride + slot % args.block_size * dim;
-    const int64_t head_stride = args.block_size * dim;
-    rotate_heads(args.num_kv_heads, args.k_norm, squares ? squares + 1 : nullptr, args.k_size,
-                 static_cast<T*>(args.keys) + at, head_stride);
-    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim)
-        std::memcpy(static_cast<T*>(args.values) + at + h * head_stride, x, dim * sizeof(T));
+    const float* k_squares = squares ? squares + 1 : nullptr;
+    const int64_t row_numbers = dim + (args.is_int8 ? SCALE_BYTES<int8_t> : 0), head_stride = args.block_size * row_numbers;
+    const int64_t at = slot / args.block_size * args.block_stride + slot % args.block_size * row_numbers;
+    if (args.is_int8) {
+        T rotated[MAX_HEAD_DIM];
+        int8_t *keys = static_cast<int8_t*>(args.keys) + at, *values = static_cast<int8_t*>(args.values) + at;
+        rotate_heads(args.num_kv_heads, args.k_norm, k_squares, args.k_size, [&](int64_t) { return rotated; },
+                     [&](int64_t h) { quantize_row(rotated, dim, keys + h * head_stride); });
+        for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim) quantize_row(x, dim, values + h * head_stride);
+        return;
+    }
+    T *keys = static_cast<T*>(args.keys) + at, *values = static_cast<T*>(args.values) + at;
+    rotate_heads(args.num_kv_heads, args.k_norm, k_squares, args.k_size, [&](int64_t h) { return keys + h * head_stride; }, nothing);
+    for (int64_t h = 0; h < args.num_kv_heads; ++h, x += dim) std::memcpy(values + h * head_stride, x, dim * sizeof(T));
 }
 
 template <class T>

@@ -3,19 +3,21 @@
 
 #pragma once
 
+#include "int8_rows.h"
 #include "order.h"
 #include "vec.h"
 #include "words.h"
 
 namespace disagg {
 
-// Of rows of values. DIM is their size, and how far they are apart; 0 for what is known at run time only (then the last vector of a
-// row may be short).
+// Of rows of values. DIM is their size, and but for a scale how far they are apart; 0 for what is known at run time only (then the
+// last vector of a row may be short).
 template <int DIM>
 struct Shape {
     static constexpr int VECS = ((DIM ? DIM : MAX_HEAD_DIM) + LANES - 1) / LANES;
     int dim, row_stride;
-    int stride() const { return DIM ? DIM : row_stride; }
+    template <class S>
+    int stride() const { return DIM ? DIM + SCALE_BYTES<S> : row_stride; }
     int vecs() const { return DIM ? VECS : (dim + LANES - 1) / LANES; }
     int lanes(int v) const { return DIM ? LANES : (dim - v * LANES < LANES ? dim - v * LANES : LANES); }
 };
@@ -36,7 +38,7 @@ constexpr bool ARE_SPLIT = std::is_same_v<T, bf16> && std::is_same_v<WordsOf<T>,
 template <class T>
 constexpr int QUERY_REGISTERS = REGISTERS_A_UNIT * (ARE_SPLIT<T> ? 2 : 1);
 
-// A query for `score`, from a row with zeros behind it up to a whole unit.
+// A query for `score`, from a row with zeros behind it up to a whole unit. Integers meet fp32 queries.
 template <class T>
 void load_query(const T* row, int units, vr* query) {
     for (int u = 0; u < units; ++u)
@@ -52,8 +54,15 @@ void load_query(const T* row, int units, vr* query) {
         }
 }
 
-// The words at `p`, and, where a register holds those of two rows, those `other` bytes behind.
+// The words of S at `p`, and, where a register holds those of two rows, those `other` bytes behind.
+template <class S>
 inline vr load_words(const char* p, [[maybe_unused]] int64_t other) {
+    if constexpr (std::is_same_v<S, int8_t>) {
+        int8_t words[REGISTER_LANES];
+        constexpr size_t BYTES = std::min<size_t>(CHAINS, sizeof words);
+        for (size_t at = 0; at < sizeof words; at += BYTES) std::memcpy(words + at, p + (at ? other : 0), BYTES);
+        return load_register(words);
+    }
 #ifdef __AVX512F__
     const auto unit = [](const char* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
     return (vr)_mm512_inserti64x4(_mm512_castsi256_si512(unit(p)), unit(p + other), 1);
@@ -93,18 +102,19 @@ inline void store_scores(float* scores, const vr (&sums)[LANES / KEYS_AT_ONCE]) 
 }
 
 // scores[h][t] of H heads, whose queries are `query_stride` registers apart, and sixteen rows of T, `stride` bytes apart, of whole
-// units. UNITS is their number, or 0 for one that is known at run time only. A function of its own, its loops unrolled by name:
+// units; without their scales. UNITS is their number, or 0 for one that is known at run time only. A function of its own, its loops unrolled by name:
 // else the compiler keeps sums on the stack, too.
 template <class T, int H, int UNITS>
 [[gnu::noinline]] void score(const vr* queries, int64_t query_stride, int num_units, const T* rows, int64_t stride, float* scores,
                              int64_t score_stride) {
+    constexpr int64_t WORD_BYTES = sizeof(Word) * sizeof(T) / NUMBER_BYTES<T>;
     const int units = UNITS ? UNITS : num_units;
     vr sums[H][LANES / KEYS_AT_ONCE];
 #pragma GCC unroll 4
     for (int first = 0; first < LANES; first += KEYS_AT_ONCE)
 #pragma GCC unroll 2
         for (int part = 0; part < REGISTERS_A_UNIT; ++part) {
-            const char* keys = reinterpret_cast<const char*>(rows) + first * stride + part * static_cast<int64_t>(sizeof(vr));
+            const char* keys = reinterpret_cast<const char*>(rows) + first * stride + part * REGISTER_LANES * WORD_BYTES;
             vr acc[H][4];
 #pragma GCC unroll 4
             for (int h = 0; h < H; ++h)
@@ -114,7 +124,7 @@ template <class T, int H, int UNITS>
                 const vr* query = queries + u * QUERY_REGISTERS<T> + part * (QUERY_REGISTERS<T> / REGISTERS_A_UNIT);
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; ++i) {
-                    const vr words = load_words(keys + i * stride + u * UNIT_BYTES, 4 * stride);
+                    const vr words = load_words<T>(keys + i * stride + u * CHAINS * WORD_BYTES, 4 * stride);
                     if constexpr (ARE_SPLIT<T>) {
                         const vr even = (vr)((vru)words << 16), odd = (vr)((vru)words & 0xffff0000u);
 #pragma GCC unroll 4
@@ -159,7 +169,7 @@ struct Rows {
 #pragma GCC unroll 8
                 for (int v = 0; v < AT_ONCE; ++v) acc[h][v] = sums[h][first + v];
             for (int t = 0; t < count; ++t) {
-                const T* row = rows + static_cast<int64_t>(t) * shape.stride();
+                const T* row = rows + static_cast<int64_t>(t) * shape.template stride<T>();
                 vf values[AT_ONCE];
 #pragma GCC unroll 8
                 for (int v = 0; v < AT_ONCE; ++v) values[v] = load(row + (first + v) * LANES, shape.lanes(first + v));
@@ -200,7 +210,7 @@ struct PairRows {
 #pragma GCC unroll 8
                 for (int v = 0; v < 2 * AT_ONCE; ++v) acc[h][v] = sums[h][2 * first + v];
             for (int t = 0; t < count; t += 2) {
-                const bf16* row = rows + static_cast<int64_t>(t) * shape.stride();
+                const bf16* row = rows + static_cast<int64_t>(t) * shape.template stride<bf16>();
                 const bool has_second = t + 1 < count;
                 int32_t pairs[H];
 #pragma GCC unroll 4
@@ -208,7 +218,7 @@ struct PairRows {
 #pragma GCC unroll 4
                 for (int u = 0; u < AT_ONCE; ++u) {
                     const int at = (first + u) * UNIT;
-                    const __m512i a = load_unit(row, at, dim), b = has_second ? load_unit(row + shape.stride(), at, dim) : __m512i{};
+                    const __m512i a = load_unit(row, at, dim), b = has_second ? load_unit(row + shape.template stride<bf16>(), at, dim) : __m512i{};
                     const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
                     for (int h = 0; h < H; ++h) {

@@ -81,6 +81,34 @@ inline vr load_register(const bf16* p) {
 #endif
 }
 
+inline vr load_register(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vr)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return (vr)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    typedef int8_t vrb __attribute__((vector_size(REGISTER_LANES)));
+    vrb bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vri), vr);
+#endif
+}
+
+// From fp16.
+inline vr load_fp16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vr)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    return (vr)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    vrh halves;
+    std::memcpy(&halves, p, sizeof halves);
+    const vru bits = __builtin_convertvector(halves, vru), sign = (bits & 0x8000u) << 16;
+    const vru magnitude = (bits & 0x7fffu) << 13, finite = (vru)((vr)magnitude * splat_register(0x1p112f));
+    return (vr)(sign | ((bits & 0x7c00u) == 0x7c00u ? magnitude | 0x7f800000u : finite));
+#endif
+}
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
 inline constexpr vru UPPER_HALVES = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                      0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
