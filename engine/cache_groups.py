@@ -7,8 +7,8 @@ windows keeps all tokens of its widest ones therefore: its attention still looks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
 from disagg.proto.errors import ConfigError
@@ -18,6 +18,10 @@ RESUME_SHARE = 0.15
 """Share of the bytes of all caches, for the resume points of a model with windows."""
 CONTEXT_WINDOWS = 2
 """Windows that the shortest contexts are long for which a small cache is divided among its groups."""
+
+
+SCALE_BYTES: Final[Mapping[str, int]] = {"int8": 2}
+"""Bytes behind the numbers of each row of a dtype: its scale (`kernels/kv_rows.py`)."""
 
 
 class LayerKv(NamedTuple):
@@ -39,6 +43,12 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     return tuple(0 if window >= config.max_exact_len else window for window in windows)
 
 
+def row_bytes(dim: int, dtype: str, element_bytes: float) -> float:
+    """Bytes of the `dim` numbers that a KV head keeps of a token, K or V; none of none. `element_bytes`: of one number
+    of `dtype`."""
+    return dim * element_bytes + SCALE_BYTES.get(dtype, 0) if dim else 0.0
+
+
 def layout_of(layers: Sequence[LayerKv], dtype: str, element_bytes: float) -> KvLayout:
     """The layout of a model with these layers, in their order. `element_bytes`: bytes of one number of `dtype`.
 
@@ -55,7 +65,7 @@ def layout_of(layers: Sequence[LayerKv], dtype: str, element_bytes: float) -> Kv
     groups = []
     for kind in ordered:
         window = 0 if kind == widest else kind.window
-        numbers = kind.num_heads * (kind.key_dim + kind.value_dim) * len(kinds[kind])
+        head_bytes = sum(row_bytes(dim, dtype, element_bytes) for dim in (kind.key_dim, kind.value_dim))
         groups.append(
             CacheGroup(
                 kind="window" if window else "full",
@@ -65,7 +75,7 @@ def layout_of(layers: Sequence[LayerKv], dtype: str, element_bytes: float) -> Kv
                 value_dim=kind.value_dim,
                 value_prefix=kind.value_prefix,
                 dtype=dtype,
-                bytes_per_token=int(numbers * element_bytes),
+                bytes_per_token=int(kind.num_heads * len(kinds[kind]) * head_bytes),
                 window=window,
             )
         )
@@ -81,6 +91,16 @@ def model_layout(config: ModelConfig, dtype: str, element_bytes: float, *, keeps
     windows = (0,) * config.num_layers if keeps_all else layer_windows(config)
     layers = [_layer_kv(config, layer, window) for layer, window in zip(config.layers, windows, strict=True)]
     return layout_of(layers, dtype, element_bytes)
+
+
+def check_kv_dtype(config: ModelConfig, dtype: str, path: str = "") -> None:
+    """Refuse what has no kernels: rows in 8 bits of latent attention. `path` leads to the field in the user's file.
+
+    Raises:
+        ConfigError: naming field and value.
+    """
+    if dtype == "int8" and any(layer.attention.latent is not None for layer in config.layers):
+        raise ConfigError(f"{path}kv_cache_dtype: int8 is not supported for latent attention, which this model has")
 
 
 def _layer_kv(config: ModelConfig, layer: LayerConfig, window: int) -> LayerKv:

@@ -22,7 +22,7 @@ from disagg.proto.messages import MAX_DRAFT, RoleName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "stored", "int8", "int4", "fp8"]
-KvCacheDtype = Literal["auto", "fp8"]
+KvCacheDtype = Literal["auto", "int8", "fp8"]
 TransportName = Literal["auto", "gloo", "shm", "nixl", "nccl", "local"]
 """Transports of KV. With `auto`, a worker chooses when a pair is formed: nixl where it works, else shm or gloo
 (`transports/auto.py`)."""
@@ -95,7 +95,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     and a quicker start of all but the first. Steps of few sequences take up to a tenth longer, because a file has small
     pages on most systems. For dtype bfloat16 and workers of one rank on CPU; see `shared_weights.py`."""
     kv_cache_dtype: KvCacheDtype = "auto"
-    """`auto` is `dtype`; `fp8` (e4m3, values as they are) takes half of bf16's memory, on GPU."""
+    """`auto` is `dtype`. `int8` takes half of bf16's memory, on CPU: a scale for each head of a token, K and V. `fp8`
+    (e4m3, values as they are) takes half of it on GPU. Not for latent attention."""
     max_model_len: Count | None = None
     """Longest prompt plus answer, in tokens; the checkpoint's own limit when unset."""
 
@@ -378,13 +379,15 @@ def check_quantization(
     field in the user's file.
 
     Raises:
-        ConfigError: KV in fp8 on another device than a GPU, whose kernels alone read it. Weights with another dtype
+        ConfigError: KV in fp8 on another device than a GPU, whose kernels alone read it, or in int8 on another than a
+            CPU. Weights with another dtype
             than bfloat16, `stored`, int8 or int4 on another device than a CPU, fp8 on another than a GPU, or with
             several ranks: the scale of a row whose inputs they share would not be the whole row's.
     """
     kind = device.partition(":")[0]
-    if kv_cache_dtype == "fp8" and kind != "cuda":
-        raise ConfigError(f"{path}kv_cache_dtype: fp8 is for device cuda, not {device}")
+    wanted = {"fp8": "cuda", "int8": "cpu"}.get(kv_cache_dtype, kind)
+    if kind != wanted:
+        raise ConfigError(f"{path}kv_cache_dtype: {kv_cache_dtype} is for device {wanted}, not {device}")
     if quantization == "none":
         return
     if dtype not in ("bfloat16", "auto"):

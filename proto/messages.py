@@ -335,7 +335,7 @@ class CacheGroup(Message, frozen=True, kw_only=True):
     dtype: str
     """A torch dtype name such as `bfloat16`, or `fake`."""
     bytes_per_token: int
-    """Bytes of one token's KV in all layers of the group."""
+    """Bytes of one token's KV in all layers of the group, with the scales of dtype `int8`."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0 for a full group."""
 
@@ -404,6 +404,11 @@ class KvLayout(Message, frozen=True, kw_only=True):
             for number, each in enumerate(windows, start=1)
         ]
         return cls(groups=(shape, *others))
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the first group, and of all others."""
+        return self.groups[0].dtype
 
     @property
     def windows(self) -> tuple[WindowKv, ...]:

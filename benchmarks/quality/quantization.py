@@ -1,5 +1,5 @@
-"""What weights of 8 and 4 bits cost in accuracy: the engine with `quantization: int8`, `int4` and in bf16, each against
-fp32, on text.
+"""What weights of 8 and 4 bits, and KV of 8, cost in accuracy: the engine with `quantization: int8`, `int4`, with
+`kv_cache_dtype: int8` and in bf16, each against fp32, on text.
 
     python -m benchmarks.quality.quantization [--model smollm2-135m] [--tokens 512] [--json FILE] [TEXT ...]
 
@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -40,10 +40,12 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Form:
-    """How the weights are held."""
+    """How weights and KV are held."""
 
     dtype: Dtype
     quantization: Quantization = "none"
+    kv_dtype: Dtype | Literal["int8"] | None = None
+    """None is `dtype`."""
 
 
 FORMS = {
@@ -51,6 +53,7 @@ FORMS = {
     "bf16": Form("bfloat16"),
     "int8": Form("bfloat16", "int8"),
     "int4": Form("bfloat16", "int4"),
+    "kv int8": Form("bfloat16", kv_dtype="int8"),
 }
 
 
@@ -62,7 +65,8 @@ class Scorer:
         model, dtype, device = read_model_config(folder), getattr(torch, form.dtype), torch.device("cpu")
         parameters = load_parameters(folder, model, dtype, device)
         pack_parameters(parameters, form.quantization)
-        cache = KvCache(kv_layout(model, form.dtype, keeps_all=True), num_blocks, BLOCK_SIZE, device)
+        layout = kv_layout(model, form.kv_dtype or form.dtype, keeps_all=True)
+        cache = KvCache(layout, num_blocks, BLOCK_SIZE, device)
         self._decoder = Decoder(model, parameters, RopeTables(model, num_tokens, dtype, device), cache)
         self._batches = BatchBuilder(BLOCK_SIZE, num_tokens)
 

@@ -145,8 +145,8 @@ class PoolCache(NamedTuple):
             for group in self._layout.groups
         ]
         if self.draft is not None:
-            draft_bytes = self.draft.kv_head_bytes(ELEMENT_BYTES[self.dtype]) * self.draft.num_kv_heads
-            first += pool.tokens_per_block * draft_bytes
+            draft = model_layout(self.draft, self.dtype, ELEMENT_BYTES[self.dtype], keeps_all=True)
+            first += pool.tokens_per_block * draft.bytes_per_token
         return (first, *others)
 
 

@@ -40,6 +40,7 @@ from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import available_cores
 from disagg.connections.cluster_secret import NUM_BYTES, ClusterSecret
+from disagg.engine.cache_groups import check_kv_dtype
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.vocabulary import check_draft_vocabulary
@@ -396,7 +397,8 @@ def plan_cluster(
         check_ranks(pools, model)
         for name, pool in pools:
             dtype = resolved_dtype(options, pool.device, cpu_dtype)
-            kv_dtype = "fp8" if options.kv_cache_dtype == "fp8" else dtype
+            kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+            check_kv_dtype(model, kv_dtype, f"models.{key}.model." if config.models else "model.")
             weight_dtype = dtype if options.quantization == "none" else "int8"
             tiers = worker_tiers(config, name, 0)
             caches.append(

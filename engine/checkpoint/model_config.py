@@ -246,11 +246,6 @@ class ModelConfig:
         routings = [layer.ffn.routing for layer in self.layers if isinstance(layer.ffn, ExpertsConfig)]
         return max((routing.top_k / routing.num_experts for routing in routings), default=0.0)
 
-    def kv_head_bytes(self, element_bytes: int) -> int:
-        """Bytes of one token's K and V in one KV head of all layers."""
-        planes = sum(1 if layer.attention.latent else 2 for layer in self.layers)
-        return planes * self.head_dim * element_bytes
-
     @property
     def windows(self) -> tuple[int, ...]:
         """Windows of the layers that have one, each once, the narrowest first."""

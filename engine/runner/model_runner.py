@@ -130,7 +130,7 @@ class TorchModelRunner(ShardRunner):
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.expert_share = model.expert_share
-        kv_dtype = "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype
+        kv_dtype = _kv_dtype(config)
         self.layout = kv_layout(model, kv_dtype, keeps_all=keeps_all)
         self._draft_layout = _draft_layout(config, kv_dtype)
         cache_bytes = config.kv_cache_bytes
@@ -566,13 +566,19 @@ def _decode_of(sequence: Sequence, start: int) -> StepPlan:
     return StepPlan(decodes=(ScheduledSequence(sequence, start, 1, samples=True),))
 
 
+def _kv_dtype(config: WorkerConfig) -> str:
+    """Torch's name of the dtype of the KV cache."""
+    names = {"auto": config.dtype, "int8": "int8", "fp8": "float8_e4m3fn"}
+    return names[config.kv_cache_dtype]
+
+
 def _attention_of(config: WorkerConfig, model: ModelConfig, device: torch.device) -> AttentionProvider:
     """Who computes the attention of prompts on this rank, whose part of the model this is."""
     spec = attention_spec(
         model,
         device=str(device),
         dtype=config.dtype,
-        kv_dtype="float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.dtype,
+        kv_dtype=_kv_dtype(config),
         block_size=config.block_size,
     )
     try:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from disagg.engine.cache_groups import SCALE_BYTES
 from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import Device
@@ -114,6 +115,7 @@ class RooflineStepTimes:
         self._peak = device.peak(weight_dtype, "--weight-dtype")
         self._attention_peak = device.peak(dtype)
         self._weight_bytes, self._kv_bytes = DTYPE_BYTES[weight_dtype], DTYPE_BYTES[kv_dtype]
+        self._scale_bytes = SCALE_BYTES.get(kv_dtype, 0)
         self._activation_bytes = max(ACTIVATION_BYTES, DTYPE_BYTES[dtype])
         self._fixed_s = kernels.step_s if step_s is None else step_s
         self._heads, self._kv_heads = model.num_heads // tp, model.kv_heads_per_rank(tp)
@@ -253,7 +255,7 @@ class RooflineStepTimes:
 
     def _decode_s(self, batch: float, context: float, kv_heads: int, head_dim: float) -> float:
         kernels = self._kernels
-        num_bytes = 2.0 * context * kv_heads * head_dim * self._kv_bytes
+        num_bytes = 2.0 * context * kv_heads * (head_dim * self._kv_bytes + self._scale_bytes)
         return kernels.attention_start_s + _overlapped(
             num_bytes / self._memory(kernels.decode_attention_memory),
             batch * kv_heads * kernels.decode_attention_head_s,
@@ -301,7 +303,8 @@ class RooflineStepTimes:
         return 4.0 * row.num_heads * row.head_dim * _pairs(row) / self._attention_peak
 
     def _least_decode_s(self, row: AttentionTime) -> float:
-        num_bytes = 2.0 * row.batch * row.tokens * row.num_kv_heads * row.head_dim * self._kv_bytes
+        row_bytes = row.head_dim * self._kv_bytes + self._scale_bytes
+        num_bytes = 2.0 * row.batch * row.tokens * row.num_kv_heads * row_bytes
         return num_bytes / self.device.memory_bandwidth
 
 

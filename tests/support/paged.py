@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from disagg.kernels import kv_rows
 from disagg.kernels.ops import AttentionForm, AttentionSpec, PlannedPrefills, PrefillChunk, Prefills
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
 
@@ -25,6 +26,10 @@ def prompts(*chunks: tuple[Tensor, int, int], first_row: int = 0) -> Prefills:
         made.append(PrefillChunk(slice(row, row + num_tokens), start, table_M))
         row += num_tokens
     return Prefills(tuple(made))
+
+
+NAN_BYTE = 0x7E
+"""Two of it are an fp16 NaN: what a slot in 8 bits is filled with that no token has."""
 
 
 class PagedCase:
@@ -64,8 +69,10 @@ class PagedCase:
             kv = self._randn(planes, length, K, dim)
             for part in range(planes):
                 cache[blocks.long()[tokens // block_size], 1, part, :, tokens % block_size] = kv[part]
-        self.cache = cache if cache_dtype is None else cache.to(cache_dtype)
-        self.keys_NKBD, self.values_NKBD = self.cache[:, 1, 0], self.cache[:, 1, planes - 1, ..., : self.value_dim]
+        self.cache = cache if cache_dtype is None else _in_dtype(cache, cache_dtype)
+        self.keys_NKBD, self.values_NKBD = self.cache[:, 1, 0], self.cache[:, 1, planes - 1]
+        if self.value_dim != dim:
+            self.values_NKBD = self.values_NKBD[..., : self.value_dim]
         self.lens_S = torch.tensor(context_lens, dtype=torch.int32, device=device)
 
     def _randn(self, *shape: int) -> Tensor:
@@ -80,8 +87,9 @@ class PagedCase:
         block_size = self.keys_NKBD.shape[2]
         block, offset = divmod(first, block_size)
         for cache in (self.keys_NKBD, self.values_NKBD):
-            cache[self.tables_SM[sequence, :block].long()] = math.nan
-            cache[self.tables_SM[sequence, block].long(), :, :offset] = math.nan
+            nothing = NAN_BYTE if cache.dtype == torch.int8 else math.nan
+            cache[self.tables_SM[sequence, :block].long()] = nothing
+            cache[self.tables_SM[sequence, block].long(), :, :offset] = nothing
         self.tables_SM[sequence, :block] = 0
         self.poisoned_tables_SM[sequence, :block] = UNREADABLE_BLOCK
 
@@ -114,3 +122,10 @@ class PagedCase:
         work = plan(places, spec, self.form.window)
         numbers = torch.from_numpy(work.numbers).to(self.device)
         return PlannedPrefills(work, numbers, torch.cat(tables))
+
+
+def _in_dtype(cache_NL2KBD: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cache in the order in memory that `KvCache` has, in another dtype."""
+    if dtype != torch.int8:
+        return cache_NL2KBD.to(dtype)
+    return kv_rows.quantized_rows(cache_NL2KBD.permute(1, 2, 0, 3, 4, 5)).permute(2, 0, 1, 3, 4, 5)

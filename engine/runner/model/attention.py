@@ -30,6 +30,7 @@ from disagg.kernels.dispatch import (
     qkv_rope_write,
     rms_norm,
 )
+from disagg.kernels.kv_rows import width
 from disagg.kernels.lora import Lora
 from disagg.kernels.ops import AttentionForm, HeadSquares, LatentWrite, RopeWrite
 
@@ -75,7 +76,7 @@ class _CachedAttention:
     def over(self, q_TND: Tensor, batch: Batch) -> Tensor:
         """The result of each head, [T, N, U]."""
         (keys, values, group), form = self._cache, self._form
-        out_TNU = new_output((*q_TND.shape[:2], values.shape[3]), q_TND)
+        out_TNU = new_output((*q_TND.shape[:2], width(values)), q_TND)
         if batch.num_decodes:
             rows = slice(batch.num_decodes)
             tables_SM, lens_S = batch.group(group).block_tables_SM, batch.context_lens_S

@@ -13,7 +13,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, window_pools
+from disagg.engine.cache_groups import (
+    SCALE_BYTES,
+    PoolLimits,
+    check_kv_dtype,
+    model_layout,
+    most_blocks,
+    window_pools,
+)
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.runner.model.device_inputs import Mark
@@ -30,11 +37,13 @@ _ONE = PoolLimits(max_num_seqs=1, token_budget=1)
 
 
 def kv_layout(config: ModelConfig, dtype: str, *, keeps_all: bool = False) -> KvLayout:
-    """What is kept of the KV of a sequence; `dtype` is a torch dtype name. `keeps_all`: also what has left a window.
+    """What is kept of the KV of a sequence; `dtype` is a torch dtype name, of which int8 has a scale in each row.
+    `keeps_all`: also what has left a window.
 
     Raises:
-        ConfigError: as `layout_of`.
+        ConfigError: as `layout_of` and `check_kv_dtype`.
     """
+    check_kv_dtype(config, dtype)
     return model_layout(config, dtype, getattr(torch, dtype).itemsize, keeps_all=keeps_all)
 
 
@@ -75,7 +84,7 @@ def count_blocks(
 class KvCache:
     """A tensor of each cache group, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one
     rank of several, the heads that it holds. `layout` is the whole model's. Where values are the first columns of the
-    keys there is one plane in place of two.
+    keys there is one plane in place of two. In 8 bits a row of `head_dim` numbers has its scale behind them.
 
     In memory the planes (K or V of a layer) come first and the blocks within them, so that what a layer reads of a
     sequence with neighbouring blocks lies in a row.
@@ -115,7 +124,8 @@ class KvCache:
     def _new_group(self, group: CacheGroup, num_blocks: int, device: torch.device) -> Tensor:
         num_heads = len(self.shard.kv_heads(group.num_heads))
         planes = 2 if group.value_dim else 1
-        shape = (len(group.layers), planes, num_blocks, num_heads, self.block_size, group.key_dim)
+        row_size = group.key_dim + SCALE_BYTES.get(group.dtype, 0)
+        shape = (len(group.layers), planes, num_blocks, num_heads, self.block_size, row_size)
         dtype: torch.dtype = getattr(torch, group.dtype)
         if device.type == "cpu":
             tensor_L2NKBD = HugePages().new(shape, dtype)
@@ -125,7 +135,7 @@ class KvCache:
         return tensor_L2NKBD.permute(2, 0, 1, 3, 4, 5)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(K, V) of one layer, strided views `[num_blocks, num_kv_heads, block_size, head_dim]`; V may be a view of
+        """(K, V) of one layer, strided views `[num_blocks, num_kv_heads, block_size, row size]`; V may be a view of
         K."""
         _, keys, values = self._layers[index]
         return keys, values

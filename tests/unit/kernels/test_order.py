@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disagg.kernels import kv_rows
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.ops import AttentionForm
 from tests.support.paged import UNREADABLE_BLOCK, PagedCase, prompts
@@ -46,17 +47,24 @@ class Shape:
 class Attention:
     """All tokens of one sequence, with their queries."""
 
-    def __init__(self, native: NativeOps, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, native: NativeOps, shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+    ) -> None:
         self._native, self.num_tokens = native, shape.num_tokens
         self.case = PagedCase(
-            [shape.num_tokens], heads=shape.heads, dim=shape.dim, block_size=shape.block_size, dtype=dtype
+            [shape.num_tokens],
+            heads=shape.heads,
+            dim=shape.dim,
+            block_size=shape.block_size,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
         )
         self.case.form = shape.form or self.case.form
         self.q_TND = self.case.queries(shape.num_tokens)
 
     def prompt(self, chunk_tokens: int) -> Tensor:
         case = self.case
-        out = torch.empty((*self.q_TND.shape[:2], case.values_NKBD.shape[3]), dtype=self.q_TND.dtype)
+        out = torch.empty((*self.q_TND.shape[:2], kv_rows.width(case.values_NKBD)), dtype=self.q_TND.dtype)
         for start in range(0, self.num_tokens, chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, self.num_tokens))
             prefills = prompts((case.tables_SM[0], start, rows.stop - start))
@@ -77,10 +85,15 @@ class Attention:
         return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)],
+)
 @pytest.mark.parametrize("seed", range(24))
-def test_a_token_has_the_same_bits_whoever_computes_it(native: NativeOps, seed: int, dtype: torch.dtype) -> None:
-    attention, draw = Attention(native, Shape.draw(seed), dtype), random.Random(seed)
+def test_a_token_has_the_same_bits_whoever_computes_it(
+    native: NativeOps, seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    attention, draw = Attention(native, Shape.draw(seed), dtype, cache_dtype), random.Random(seed)
     num_tokens = attention.num_tokens
     whole = attention.prompt(num_tokens)
     assert torch.equal(attention.prompt(draw.randint(1, num_tokens)), whole)
@@ -92,11 +105,14 @@ def test_a_token_has_the_same_bits_whoever_computes_it(native: NativeOps, seed: 
     assert torch.equal(attention.decodes([num_tokens - 1]), whole[[num_tokens - 1]])
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("window", [None, 90, 300])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_sequences_that_share_blocks_keep_their_bits(native: NativeOps, num_threads: int, window: int | None) -> None:
+def test_sequences_that_share_blocks_keep_their_bits(
+    native: NativeOps, num_threads: int, window: int | None, cache_dtype: torch.dtype | None
+) -> None:
     """Rows meet in the pieces whose blocks they share, and see what is theirs alone."""
-    case = PagedCase([700, 600, 600], heads=(6, 2), dim=64, dtype=torch.bfloat16)
+    case = PagedCase([700, 600, 600], heads=(6, 2), dim=64, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     case.form = AttentionForm(0.125, window=window)
     tables = case.poisoned_tables_SM
     tables[1, :20] = tables[0, :20]  # they part in the second piece
