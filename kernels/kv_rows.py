@@ -5,8 +5,9 @@ fp16 number s with 127 s >= max |x|, and an integer is x times the fp32 number n
 to even. So nothing is clamped, a row of zeros has the scale zero, and every implementation writes the same bytes. A row
 that is not finite, or of which no scale is large enough, has the scale NaN, so that what reads it is not finite either.
 
-A cache of dtype int8 has such rows: `[num_blocks, K, B, D + 2]`. What is computed with them: the product of a query and
-the integers of a key, times the key's scale; a token's weight, times its value's scale, times the integers of the value.
+A cache of dtype int8 has such rows: `[num_blocks, K, B, D + 2]`. What is computed with them: the product of a query
+and the integers of a key, times the key's scale; a token's weight, times its value's scale, times the integers of the
+value.
 """
 
 from __future__ import annotations

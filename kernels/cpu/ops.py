@@ -358,8 +358,9 @@ class NativeOps(Ops):
             return None
         out = new_output((T, N, D), dtype)
         self._qkv_rope_write(
-            is_bf16, is_int8, qkv_TQ.data_ptr(), stride, T, N, K, D, R, _address(layer.q_norm_D), _address(layer.k_norm_D),
-            layer.eps, layer.plus_one, is_whole, 0 if squares is None else squares.sums_T2.data_ptr(),
+            is_bf16, is_int8, qkv_TQ.data_ptr(), stride, T, N, K, D, R, _address(layer.q_norm_D),
+            _address(layer.k_norm_D), layer.eps, layer.plus_one, is_whole,
+            0 if squares is None else squares.sums_T2.data_ptr(),
             positions_T.data_ptr(), cos_PR.data_ptr(), sin_PR.data_ptr(), P, _address(layer.query_scale_P),
             key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), cache_strides[0], num_blocks, B,
             N * D if squares is None else squares.q_size, K * D if squares is None else squares.k_size,
@@ -458,9 +459,10 @@ class NativeOps(Ops):
             return None
         out = new_output((S, N, value_dim), dtype) if out_SND is None else out_SND
         self._decode_attention(
-            is_bf16, is_int8, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(),
-            key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(), table_stride[0],
-            block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, value_dim, *_form(form), out.data_ptr(),
+            is_bf16, is_int8, q_SND.data_ptr(), q_stride[0], q_stride[1], key_cache_NKBD.data_ptr(),
+            value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B, block_tables_SM.data_ptr(),
+            table_stride[0], block_tables_SM.shape[1], context_lens_S.data_ptr(), S, N, D, value_dim, *_form(form),
+            out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -496,9 +498,9 @@ class NativeOps(Ops):
         for chunk in prefills.chunks:
             first, num_rows = chunk.rows.start, chunk.rows.stop - chunk.rows.start
             self._prefill_attention(
-                is_bf16, is_int8, D, value_dim, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0], q_stride[1],
-                key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0), num_blocks, K, B,
-                chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, *_form(form),
+                is_bf16, is_int8, D, value_dim, q_TND.data_ptr() + first * q_stride[0] * itemsize, q_stride[0],
+                q_stride[1], key_cache_NKBD.data_ptr(), value_cache_NKBD.data_ptr(), key_cache_NKBD.stride(0),
+                num_blocks, K, B, chunk.block_table_M.data_ptr(), chunk.start, num_rows, N, *_form(form),
                 out_TND.data_ptr() + first * N * value_dim * itemsize,
             )  # fmt: skip
         return out_TND
