@@ -151,10 +151,7 @@ class DecodeRole:
         if theirs.fingerprint != ours.fingerprint:
             return f"model fingerprints differ: {theirs.fingerprint} and {ours.fingerprint}"
         if theirs.kv_layout != ours.kv_layout:
-            return (
-                f"KV layouts differ, of dtypes {theirs.kv_layout.dtype} and {ours.kv_layout.dtype} "
-                f"(model.kv_cache_dtype): {theirs.kv_layout} and {ours.kv_layout}"
-            )
+            return f"KV layouts differ: {theirs.kv_layout.unlike(ours.kv_layout)}"
         try:
             plan_pair(ours.kv_layout, theirs.tp, ours.tp)
         except ValueError as error:

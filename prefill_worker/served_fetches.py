@@ -93,11 +93,10 @@ class ServedFetches:
             return f"{info.worker_id} is incarnation {info.incarnation}, not {fetch.source_incarnation}"
         if fetch.needy.incarnation == info.incarnation:
             return "a worker that fetches from itself"
-        if fetch.fingerprint != info.fingerprint or fetch.kv_layout != info.kv_layout:
-            return (
-                f"model fingerprints or KV layouts differ: {fetch.fingerprint} with {fetch.kv_layout.dtype} and "
-                f"{info.fingerprint} with {info.kv_layout.dtype}"
-            )
+        if fetch.fingerprint == info.fingerprint and fetch.kv_layout != info.kv_layout:
+            return f"KV layouts differ: {fetch.kv_layout.unlike(info.kv_layout)}"
+        if fetch.fingerprint != info.fingerprint:
+            return f"model fingerprints differ: {fetch.fingerprint} and {info.fingerprint}"
         if not is_fetch_key(spec.key) or spec.key in self._served:
             return f"{spec.key} names no new fetch"
         if spec.emitted_token_ids or not 0 < num_tokens <= info.max_model_len or num_tokens % info.block_size:

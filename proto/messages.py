@@ -410,6 +410,12 @@ class KvLayout(Message, frozen=True, kw_only=True):
         """Dtype of the first group, and of all others."""
         return self.groups[0].dtype
 
+    def unlike(self, other: KvLayout) -> str:
+        """Text of what differs: the dtypes, which `model.kv_cache_dtype` sets, or else both layouts."""
+        if self.dtype != other.dtype:
+            return f"KV in {self.dtype} and in {other.dtype} (model.kv_cache_dtype)"
+        return f"{self} and {other}"
+
     @property
     def windows(self) -> tuple[WindowKv, ...]:
         """The sizes of the groups with a window; see `sized`."""

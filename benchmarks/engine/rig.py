@@ -24,6 +24,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.parallel.factories import make_runner, warm_up
 from disagg.engine.plan import Buffer
+from disagg.kernels import kv_rows
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, GatewayId, RequestId
 from disagg.proto.messages import Sampling, SequenceSpec
@@ -124,10 +125,16 @@ class EngineRig:
         return elapsed_ms
 
     def _random_kv(self, num_tokens: int) -> Buffer:
-        data = self._runner.new_staging(self._runner.layout.bytes_per_token * num_tokens)
-        if self._runner.layout.groups[0].dtype == "bfloat16":
+        layout = self._runner.layout
+        data = self._runner.new_staging(layout.bytes_per_token * num_tokens)
+        random = torch.Generator().manual_seed(0)
+        if layout.dtype == "bfloat16":
             values = torch.from_numpy(data).view(torch.bfloat16)
-            values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(0)))
+            values.copy_(torch.randn(values.shape, generator=random))
+        elif layout.dtype == "int8":
+            dim = layout.groups[0].key_dim
+            rows = torch.from_numpy(data).view(torch.int8).view(-1, dim + kv_rows.SCALE_BYTES)
+            rows.copy_(kv_rows.quantized_rows(torch.randn((len(rows), dim), generator=random)))
         else:
             data.view(np.float32)[:] = np.random.default_rng(0).standard_normal(data.size // 4, dtype=np.float32)
         return data

@@ -16,7 +16,7 @@ from typing import Any
 from disagg.cluster.hosts.processes import DEFAULT_LOGGING, WORKER_MODULE, Child, start_child, stop_children
 from disagg.cluster.system.process_tools import thread_environment
 from disagg.cluster.templates.templates import Templates
-from disagg.engine.config import SpeculationOptions, TransferLimits, WorkerConfig
+from disagg.engine.config import KvCacheDtype, SpeculationOptions, TransferLimits, WorkerConfig
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE, PAUSE_VARIABLE
 from disagg.proto.messages import RoleName, WorkerInfo
 from tests.support.registry import Registry
@@ -33,7 +33,7 @@ _SLOW_MS = {"prefill": 2000, "decode": 15, "plain": 0}
 drafts are worth their rows; of prefill workers while one is to be killed in its step."""
 
 
-def worker_config(name: str, folder: Path, tp: int = 1) -> WorkerConfig:
+def worker_config(name: str, folder: Path, tp: int = 1, kv: KvCacheDtype = "auto") -> WorkerConfig:
     """Chunks and messages so small that most prompts are computed and moved in several."""
     kind = name.partition("-")[0]
     roles: dict[str, tuple[RoleName, ...]] = {"plain": ("prefill", "decode"), "prefill": ("prefill",)}
@@ -43,6 +43,7 @@ def worker_config(name: str, folder: Path, tp: int = 1) -> WorkerConfig:
         roles=roles.get(kind, ("decode",)),
         model_path=str(folder),
         dtype="float32",
+        kv_cache_dtype=kv,
         tp=tp,
         transport="shm",
         max_model_len=1500,

@@ -326,6 +326,7 @@ async def test_a_cancel_after_the_commit_is_the_engines() -> None:
 # ---------------------------------------------------------------- pairs
 
 OTHER_LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=BYTES_PER_TOKEN)
+IN_INT8 = KvLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8", bytes_per_token=BYTES_PER_TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +335,7 @@ OTHER_LAYOUT = KvLayout.dense(num_layers=2, num_kv_heads=1, head_dim=1, dtype="f
         ({}, "d.0", "d is incarnation d.1, not d.0"),
         ({"fingerprint": "other"}, "d.1", "model fingerprints differ: other and fake"),
         ({"kv_layout": OTHER_LAYOUT}, "d.1", "KV layouts differ: KvLayout(groups=("),
+        ({"kv_layout": IN_INT8}, "d.1", "KV layouts differ: KV in int8 and in fake (model.kv_cache_dtype)"),
         ({"tp": 0}, "d.1", "the prefill worker has tp 0; it must be from 1 to 64"),
         ({"tp": 1 << 40}, "d.1", "the prefill worker has tp 1099511627776; it must be from 1 to 64"),
     ],

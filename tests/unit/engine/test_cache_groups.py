@@ -57,6 +57,14 @@ def test_a_hand_over_sends_of_a_window_what_is_kept_and_not_there_yet() -> None:
     assert layout.bytes_of(1000, 960) == (40 + 40) * 64
 
 
+def test_rows_of_8_bits_have_their_scale_behind_them() -> None:
+    layout = layout_of([FULL, NARROW, FULL], "int8", 1)
+    assert [group.bytes_per_token for group in layout.groups] == [2 * 2 * 2 * (8 + 2), 2 * 2 * (8 + 2)]
+    for dim, share in ((64, 66 / 128), (128, 130 / 256)):  # of bf16
+        kind = [LayerKv(0, 3, dim, dim)] * 4
+        assert layout_of(kind, "int8", 1).bytes_of(1000) == share * layout_of(kind, "bfloat16", 2).bytes_of(1000)
+
+
 # ---------------------------------------------------------------- pools
 
 

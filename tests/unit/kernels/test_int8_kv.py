@@ -1,4 +1,4 @@
-"""KV in 8 bits: which bytes are written, and attention over them. That all ways to compute a token have the same bits is
+"""KV in 8 bits: which bytes are written, and attention over them. That a token has the same bits whoever computes it is
 in `test_order.py`."""
 
 from __future__ import annotations

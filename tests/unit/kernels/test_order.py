@@ -86,10 +86,12 @@ class Attention:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)],
+    ("dtype", "cache_dtype", "seed"),
+    [
+        *((dtype, None, seed) for dtype in (torch.float32, torch.bfloat16) for seed in range(24)),
+        *((dtype, torch.int8, seed) for dtype in (torch.float32, torch.bfloat16) for seed in range(6)),
+    ],
 )
-@pytest.mark.parametrize("seed", range(24))
 def test_a_token_has_the_same_bits_whoever_computes_it(
     native: NativeOps, seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:

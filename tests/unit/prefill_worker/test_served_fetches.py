@@ -172,7 +172,7 @@ async def test_a_prefix_is_pinned_sent_and_released(streams: list[PlayedStream])
     [
         (fetch_of(source_incarnation=Incarnation("p.0")), "p is incarnation p.1, not p.0"),
         (fetch_of(needy=peer_of(info_of("p", "prefill"))), "a worker that fetches from itself"),
-        (fetch_of(fingerprint="other"), "model fingerprints or KV layouts differ: other and fake"),
+        (fetch_of(fingerprint="other"), "model fingerprints differ: other and fake"),
         (fetch_of(prefix_of("a")), "a/1 names no new fetch"),
         (fetch_of(prefix_of(emitted_token_ids=(1,))), "a prefix of 49 tokens is none of whole blocks of 16 tokens"),
         (

@@ -158,6 +158,14 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "model.kv_cache_dtype: fp8 is for device cuda, not cpu",
         ),
         (
+            "{model: {kv_cache_dtype: int8}, pools: {prefill: {device: cuda}, decode: {device: 'cuda:1'}}}",
+            "model.kv_cache_dtype: int8 is for device cpu, not cuda",
+        ),
+        (
+            "{model: {kv_cache_dtype: int4}}",
+            "model.kv_cache_dtype: 'int4' is not allowed, did you mean 'int8'?; choose from: auto, int8, fp8",
+        ),
+        (
             "{kernels: {attention: flashinfer}}",
             "kernels.attention: flashinfer is for device cuda, not cpu",
         ),

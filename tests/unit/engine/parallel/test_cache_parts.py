@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from disagg.engine.cache_groups import LayerKv, layout_of
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.sharding.kv_routes import head_slices
@@ -102,6 +103,23 @@ def test_every_rank_gets_its_heads_of_the_range_and_nothing_else(
     for cache in target:
         heads = cache.shard.kv_heads(num_kv_heads)
         assert torch.equal(cache.tensor_NL2KBD, expected[:, :, :, heads.start : heads.stop])
+
+
+@pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 2), (2, 4), (8, 1)])
+def test_rows_of_8_bits_move_with_their_scales(sender_tp: int, receiver_tp: int) -> None:
+    in_int8 = layout_of([LayerKv(0, 4, DIM, DIM)] * LAYERS, "int8", 1)
+    whole, empty = (KvCache(in_int8, NUM_BLOCKS, block_size, CPU) for block_size in (16, 32))
+    assert whole.tensor_NL2KBD.shape[-1] == DIM + 2
+    whole.tensor_NL2KBD.random_(-128, 128)
+    empty.tensor_NL2KBD.zero_()
+    target = caches_of_ranks(empty, receiver_tp)
+    move(caches_of_ranks(whole, sender_tp), target, 5, 90)
+    for token in range(5, 90):
+        origin = whole.tensor_NL2KBD[TABLES[16][token // 16], :, :, :, token % 16]
+        empty.tensor_NL2KBD[TABLES[32][token // 32], :, :, :, token % 32] = origin
+    for cache in target:
+        heads = cache.shard.kv_heads(4)
+        assert torch.equal(cache.tensor_NL2KBD, empty.tensor_NL2KBD[:, :, :, heads.start : heads.stop])
 
 
 def test_parts_of_a_staging_buffer_are_slices_in_canonical_order() -> None:
