@@ -239,7 +239,7 @@ class Attend {
     using Number = std::conditional_t<std::is_same_v<S, int8_t>, float, S>;  // of queries where they are multiplied
     static constexpr bool IS_SCALED = std::is_same_v<S, int8_t>;
     static constexpr int UNITS = DIM * sizeof(Number) % UNIT_BYTES ? 0 : DIM * sizeof(Number) / UNIT_BYTES;
-    static constexpr int SCORE_TILE = SUM_REGISTERS >= 24 ? 4 : 2, VALUE_TILE = DIM && DIM <= 64 ? 4 : 2, WEIGH_TILE = 4;
+    static constexpr int SCORE_TILE = SUM_REGISTERS >= 24 ? 4 : IS_SCALED ? 3 : 2, VALUE_TILE = DIM && DIM <= 64 ? 4 : 2, WEIGH_TILE = 4;
 
    public:
     Attend(const Decode& args, const Piece& piece, const Piece& following, Partial<S, DIM> out)
