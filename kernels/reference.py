@@ -268,11 +268,8 @@ def paged_decode_attention(
     S, N, D = q_SND.shape
     K, value_dim = key_cache_NKBD.shape[1], kv_rows.width(value_cache_NKBD)
     tables = block_tables_SM.long()
-    key_SKCD, key_scales, value_SKCD, value_scales = [
-        part
-        for cache_NKBD in (key_cache_NKBD, value_cache_NKBD)
-        for part in _floats(cache_NKBD[tables].transpose(1, 2).flatten(2, 3))
-    ]
+    key_SKCD, key_scales = _floats(key_cache_NKBD[tables].transpose(1, 2).flatten(2, 3))
+    value_SKCD, value_scales = _floats(value_cache_NKBD[tables].transpose(1, 2).flatten(2, 3))
     positions_C = torch.arange(key_SKCD.shape[2], device=q_SND.device)
     hidden_SC = positions_C[None, :] >= context_lens_S[:, None]
     if form.window is not None:

@@ -53,9 +53,9 @@ def blocks_of(index: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("level")
-@pytest.mark.parametrize(("dtype", "quantization", "kv"), DTYPES)
-def test_a_row_does_not_depend_on_the_batch(folder: Path, dtype: str, quantization: str, kv: str) -> None:
-    runner = make_runner(folder, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, max_num_seqs=16)
+@pytest.mark.parametrize(("dtype", "quantization", "kv_dtype"), DTYPES)
+def test_a_row_does_not_depend_on_the_batch(folder: Path, dtype: str, quantization: str, kv_dtype: str) -> None:
+    runner = make_runner(folder, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_dtype, max_num_seqs=16)
     sequences = [make_sequence(prompt(seed, 9 + 4 * seed), blocks_of(seed)) for seed in range(13)]
     for sequence in sequences:
         sequence.token_ids.append(int(prefill(runner, sequence).argmax()))
@@ -68,9 +68,9 @@ def test_a_row_does_not_depend_on_the_batch(folder: Path, dtype: str, quantizati
 
 
 @pytest.mark.usefixtures("level")
-@pytest.mark.parametrize(("dtype", "quantization", "kv"), DTYPES)
-def test_a_prefix_that_was_cached_changes_nothing(folder: Path, dtype: str, quantization: str, kv: str) -> None:
-    runner = make_runner(folder, dtype=dtype, quantization=quantization, kv_cache_dtype=kv)
+@pytest.mark.parametrize(("dtype", "quantization", "kv_dtype"), DTYPES)
+def test_a_prefix_that_was_cached_changes_nothing(folder: Path, dtype: str, quantization: str, kv_dtype: str) -> None:
+    runner = make_runner(folder, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_dtype)
     sequence = make_sequence(prompt(5, 61), blocks_of(0))
     expected = prefill(runner, sequence).clone()
     kv = runner._cache.tensor_NL2KBD.clone()
@@ -102,15 +102,15 @@ def tell(
 
 
 @pytest.mark.usefixtures("level")
-@pytest.mark.parametrize(("dtype", "quantization", "kv"), DTYPES)
+@pytest.mark.parametrize(("dtype", "quantization", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_token_has_the_same_bits_however_it_is_computed(
-    folder: Path, dtype: str, quantization: str, kv: str, seed: int
+    folder: Path, dtype: str, quantization: str, kv_dtype: str, seed: int
 ) -> None:
     """In a prompt, in a chunk of it, behind a cached prefix, as a decode, as one of several rows of a step."""
     draw = random.Random(seed)
     num_tokens = draw.choice((40, 257, 290))
-    runner = make_runner(folder, dtype=dtype, quantization=quantization, kv_cache_dtype=kv, max_num_seqs=16)
+    runner = make_runner(folder, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_dtype, max_num_seqs=16)
     token_ids = prompt(seed + 2, num_tokens)
     logits, kv = tell(runner, token_ids, num_tokens, num_tokens, 1)
     for prompt_tokens, chunk_tokens, rows in (
