@@ -177,3 +177,18 @@ def test_the_kv_of_a_model_with_windows_is_neither_kept_nor_fetched(key: str, va
     assert refusal(model, {"kv_cache": {key: value}}) == (
         f"kv_cache.{key}: is for models without windows; the model of pools.prefill has 2 cache groups"
     )
+
+
+def test_latents_in_8_bits_are_refused(tmp_path: Path) -> None:
+    model = {"path": str(make_checkpoint("deepseek_v2", tmp_path)), "kv_cache_dtype": "int8"}
+    assert refusal("", {"model": model}) == (
+        "model.kv_cache_dtype: int8 is not supported for latent attention, which this model has"
+    )
+
+
+def test_a_block_in_8_bits_counts_its_scales(checkpoint: Path) -> None:
+    model = read_model_config(checkpoint)
+    block_bytes = 16 * 2 * model.num_layers * model.num_kv_heads * (model.head_dim + 2)
+    pools = {"decode": {"kv_cache_bytes": block_bytes - 1}}
+    raw = {"model": {"path": str(checkpoint), "kv_cache_dtype": "int8"}, "pools": pools}
+    assert refusal("", raw).endswith(f"of this model, which takes {block_bytes}")
