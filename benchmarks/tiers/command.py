@@ -62,13 +62,13 @@ def workloads(*, is_quick: bool) -> dict[str, Workload]:
     """The conversations of all parts."""
     long = Workload(
         name=LONG,
-        num_conversations=8 if is_quick else 29,
-        num_turns=3 if is_quick else 5,
-        opening_tokens=768,
+        num_conversations=21,
+        num_turns=4 if is_quick else 8,
+        opening_tokens=512 + (4 * 96 if is_quick else 0),
         turn_tokens=64,
         output_tokens=32,
-        prefill_blocks=128,
-        decode_blocks=128,
+        prefill_blocks=96,
+        decode_blocks=96,
     )
     agents = Workload(
         name=AGENTS,
