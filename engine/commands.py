@@ -357,6 +357,8 @@ class Gathered:
     ok: bool
     checksum: int = 0
     """Checksum of the copy."""
+    most_tokens: int = 0
+    """Of a prefix that another worker fetches: tokens that the next copy may have; 0 for no limit but a chunk's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
+from disagg.engine.core.serving import Serving
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.core.steps import Steps, failed, num_alike
@@ -187,6 +188,7 @@ class EngineCore:
             self._adapters = Adapters(config.adapters.max_loaded, order_adapter or _order_none, runner.put_adapter)
         self._parked: dict[AttemptKey, tuple[Add | Reserve, Sequence]] = {}
         """What waits for its adapter, as it came."""
+        self._serving = Serving(runner.layout.groups[0].bytes_per_token // runner.tp, runner.block_size)
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
         self._joined: list[tuple[Sequence, float]] = []
@@ -211,7 +213,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute something, or finish what is under way."""
-        if self._scheduler.running or self._steps.is_under_way:
+        if self._scheduler.running or self._steps.is_under_way or self._serving:
             return True
         if self._tiers is not None and self._tiers.can_go_on:
             return True
@@ -550,6 +552,14 @@ class EngineCore:
         return [Joined(key), *self._scheduler.join(sequence, command.token_id, command.logprobs)]
 
     def _gather(self, command: Gather) -> list[Event]:
+        """The copy of a prefix that another worker fetches waits for its turn beside steps."""
+        sequence = self._scheduler.sequences.get(command.key)
+        if sequence is not None and sequence.is_prefix and (self._serving or self._scheduler.running):
+            self._serving.add(command)
+            return []
+        return self._copy(command)
+
+    def _copy(self, command: Gather) -> list[Event]:
         key, start, end = command.key, command.start, command.end
         sequence = self._scheduler.sequences.get(key)
         if sequence is None or not self._has(sequence, command.group, start, end):
@@ -562,8 +572,25 @@ class EngineCore:
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
         if isinstance(begun, int):
-            return [Gathered(key, command.seq, ok=True, checksum=begun)]
+            most_tokens = self._most_to_copy() if sequence.is_prefix else 0
+            return [Gathered(key, command.seq, ok=True, checksum=begun, most_tokens=most_tokens)]
         return [Gathering(key, command.seq, begun)]
+
+    def _most_to_copy(self) -> int:
+        """Tokens that the next copy of a prefix may have beside the sequences that run; 0 where none do."""
+        running = self._scheduler.running
+        if not running:
+            return 0
+        decoding = [sequence.num_tokens for sequence in running.values() if sequence.is_decoding]
+        step_ms = self._model.coefficients.ms_of(0, 0, max(1, len(decoding)), sum(decoding))
+        return self._serving.most_tokens(step_ms)
+
+    def _serve(self, plan: StepPlan) -> list[Event]:
+        """Copy what other workers fetch, as much as this step may be held up."""
+        if not self._serving:
+            return []
+        step_ms = self._model.coefficients.step_ms(plan.measured(0.0)) if self._scheduler.running else math.inf
+        return [event for gather in self._serving.take(step_ms) for event in self._copy(gather)]
 
     def _due_from(self, sequence: Sequence, group: int) -> int:
         """The first token whose KV of a cache group arrives for a reserved sequence."""
@@ -625,6 +652,7 @@ class EngineCore:
         plan = self._steps.plan()
         effects = self._scheduler.take_effects()
         events += [event for effect in effects for event in self._carry_out(effect)]
+        events += self._serve(plan)
         has_freed = effects or self._scheduler.totals["preemptions"] > num_preemptions
         self._stalled = not (plan.entries or has_freed or self._steps.is_under_way)
         self.planned, self._planned_at = plan, now
@@ -652,7 +680,7 @@ class EngineCore:
     @property
     def num_alike(self) -> int:
         """How many steps from the planned one on are like it, see `steps.num_alike`."""
-        return num_alike(self._scheduler, self.planned)
+        return 0 if self._serving else num_alike(self._scheduler, self.planned)
 
     def run_alike(self, rows: Iterable[Seq[int]]) -> list[Event]:
         """Instead of `run_step`: take in the planned step and others like it, `num_alike` at most, that were computed

@@ -226,8 +226,8 @@ class SenderShell(PairShell[ReceiverToSender, SenderCommand]):
         match event:
             case ChunkPlanned():
                 commands = half.on_chunk_planned(event.key, event.end)
-            case Gathered(key, seq, ok, checksum):
-                commands = half.on_gathered(key, seq, ok, self._copies.pop((key, seq)), checksum)
+            case Gathered(key, seq, ok, checksum, most_tokens):
+                commands = half.on_gathered(key, seq, ok, self._copies.pop((key, seq)), checksum, most_tokens)
             case PrefillComputed():
                 commands = half.on_prefill_computed(event.key, event.token_id, event.logprobs)
             case Held():

@@ -40,6 +40,7 @@ from typing import NamedTuple
 from disagg.engine.kv_transfer.commands import GatherChunk, SendKv
 from disagg.engine.kv_transfer.pair_half import ChunkWindow, PeerError, Table, TransitionError
 from disagg.engine.sharding.kv_routes import PairGroup
+from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.handover import ChunkHeader, ChunkSum, Commit
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec, TokenLogprobs
@@ -159,6 +160,8 @@ class SendAttempt:
     """Number of the move where it is a running sequence; 0 for a prompt."""
     is_prefix: bool = False
     """Whether it is a prefix that D fetches, which the engine holds since before the offer."""
+    most_tokens: int = 0
+    """Of a prefix: tokens of the next copy, for which the sequences of this worker wait; 0 for a full chunk."""
     is_growing: bool = False
     """Whether it is a running sequence that was not held yet: it has more tokens than are known here."""
     is_hold_ordered: bool = False
@@ -186,6 +189,7 @@ class SendAttempt:
         self.num_known_tokens = self.spec.num_known_tokens
         self.is_growing = self.move > 0
         self.started = self.is_prefix
+        self.most_tokens = HASH_BLOCK_TOKENS if self.is_prefix else 0  # until the engine has told of its steps
 
     @property
     def key(self) -> AttemptKey:
@@ -378,14 +382,15 @@ class SendWindow(ChunkWindow[SentChunk]):
 
     def cut(self, attempt: SendAttempt) -> list[SentChunk]:
         """The next chunks of `attempt`, as many as there are free slots; to be gathered now. Windows of a sequence that
-        grows still move on, so they follow when it is held. Of a prefix one chunk is gathered at a time: between two
-        steps, for which the sequences of this worker wait."""
+        grows still move on, so they follow when it is held. Of a prefix one chunk is gathered at a time, between two
+        steps, and no longer than the sequences of this worker may wait for it."""
         chunks = []
         num_planned, complete = attempt.num_planned, attempt.complete
         for group in range(1 if attempt.is_growing else len(self._groups)):
             while self._slots.num_free and not (attempt.is_prefix and attempt.num_gathering):
                 start = attempt.next_tokens[group]
-                tokens = next_chunk(start, num_planned, self._chunk_tokens[group], complete=complete)
+                most = min(self._chunk_tokens[group], attempt.most_tokens or self._chunk_tokens[group])
+                tokens = next_chunk(start, num_planned, most, complete=complete)
                 if tokens is None:
                     break
                 chunks.append(self._take(attempt, group, tokens))

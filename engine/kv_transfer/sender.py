@@ -164,8 +164,11 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         self._window.begin(attempt)
         return out + self._move(attempt, attempt.num_known_tokens)
 
-    def on_gathered(self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0) -> Commands:
-        """The copy into the slot is done; not `ok` if the sequence is gone.
+    def on_gathered(
+        self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0, most_tokens: int = 0
+    ) -> Commands:
+        """The copy into the slot is done; not `ok` if the sequence is gone. `most_tokens`: of the next copy of a prefix;
+        0 for a full chunk.
 
         Raises:
             TransitionError: if this chunk was not to be gathered.
@@ -173,6 +176,7 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
         out: Commands = []
         chunk = self._window.gathered(key, seq)
         attempt = chunk.attempt
+        attempt.most_tokens = most_tokens
         if not attempt.live:
             self._release(attempt, out)
         elif not ok:
