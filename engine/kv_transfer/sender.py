@@ -167,8 +167,8 @@ class Sender(PairHalf[SendAttempt, ReceiverToSender, SenderCommand]):
     def on_gathered(
         self, key: AttemptKey, seq: int, ok: bool, nbytes: int = 0, checksum: int = 0, most_tokens: int = 0
     ) -> Commands:
-        """The copy into the slot is done; not `ok` if the sequence is gone. `most_tokens`: of the next copy of a prefix;
-        0 for a full chunk.
+        """The copy into the slot is done; not `ok` if the sequence is gone. `most_tokens`: of the next copy of a
+        prefix; 0 for a full chunk.
 
         Raises:
             TransitionError: if this chunk was not to be gathered.
