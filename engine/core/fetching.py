@@ -9,7 +9,7 @@ the reason, they are in the device cache, where they are last to be evicted, and
 other sequence (or loaded from a tier, if that has more). So the scheduler knows nothing of fetches, and one that fails
 costs only its time.
 
-Sequences that want the same prefix share a fetch. A fetch takes at most half of the blocks that could be had.
+Sequences that want the same prefix share a fetch. How many blocks it takes at most: `load_room.py`.
 
 The other way round, `pin` holds the cached blocks of a prefix, in state HELD, while they are gathered for another
 worker. What a tier of this worker has beyond them is loaded first, where that is quicker than computing it.
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from disagg.engine.commands import Event, FetchEnded, FetchGivenUp, FetchOrdered, FetchOver, Pinned
+from disagg.engine.core.load_room import load_room
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS
@@ -291,8 +292,9 @@ class Fetching:
         blocks, size = scheduler.blocks, scheduler.blocks.block_size
         end = min(fetch.end_token, scheduler.kv_cache.most_cached(sequence)) // size * size
         end = min(end, len(sequence.block_hashes) * HASH_BLOCK_TOKENS // size * size)
-        from_token = len(blocks.match_prefix(sequence.block_hashes, end)) * size
-        end = min(end, from_token + max(0, blocks.num_available) // 2 * size)
+        matched = blocks.match_prefix(sequence.block_hashes, end)
+        from_token = len(matched) * size
+        end = min(end, from_token + load_room(scheduler, sequence, matched) * size)
         if end <= max(from_token, self._num_in_tiers(sequence.block_hashes, end)) or scheduler.num_preempted:
             return None, from_token
         request_id, attempt = fetch_key(sequence.key)

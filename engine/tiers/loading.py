@@ -9,8 +9,8 @@ arrive. When it begins it lets go of them, so that it is admitted like a sequenc
 they are then the last ones to be evicted.
 
 Sequences that want the same extents share a load: one loads, the others wait for it, no longer than computing takes. At
-most `max_loading` load at a time, those of the highest priority first, all of them into at most half of the blocks that
-could be had.
+most `max_loading` load at a time, those of the highest priority first. How many blocks they take at most:
+`engine/core/load_room.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from disagg.engine.core.load_room import load_room
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.request import Sequence
 from disagg.engine.tiers.extents import extent_keys
@@ -233,7 +234,7 @@ class Loading:
             if waiting.until is None:
                 waiting.until = now + max(LEAST_S, plan.compute_ms / 1e3)
             return
-        end = self._most_with_blocks(plan)
+        end = self._most_with_blocks(sequence, plan)
         if end <= plan.start or not self._scheduler.kv_cache.admit_loading(
             sequence, plan.start * EXTENT_TOKENS, end * EXTENT_TOKENS
         ):
@@ -256,15 +257,16 @@ class Loading:
         )
         self._order_reads(load)
 
-    def _most_with_blocks(self, plan: LoadPlan) -> int:
+    def _most_with_blocks(self, sequence: Sequence, plan: LoadPlan) -> int:
         """Up to which extent there are blocks for the load."""
         if self._scheduler.num_preempted:  # Those go first.
             return plan.start
         blocks = self._scheduler.blocks
         per_extent = EXTENT_TOKENS // blocks.block_size
         num_taken = sum(load.plan.end - load.plan.start for load in self._loads.values()) * per_extent
-        num_blocks = (max(0, blocks.num_available) + num_taken) // 2 - num_taken
-        return min(plan.end, plan.start + max(0, num_blocks) // per_extent)
+        matched = blocks.match_prefix(sequence.block_hashes, plan.start * EXTENT_TOKENS)
+        num_blocks = load_room(self._scheduler, sequence, matched, num_taken)
+        return min(plan.end, plan.start + num_blocks // per_extent)
 
     def _go_on(self, now: float, left: int) -> int:
         for load in sorted(self._loads.values(), key=lambda load: -load.sequence.spec.priority):

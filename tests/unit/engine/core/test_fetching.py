@@ -126,9 +126,13 @@ def test_never_the_last_token_and_whole_blocks_only(num_tokens: int, end_token: 
     )
 
 
-def test_at_most_half_of_the_blocks_that_could_be_had() -> None:
+def test_a_fetch_alone_takes_what_nobody_needs_soon_and_half_where_others_wait() -> None:
     core = make_core(21)
     (order,) = handle_all(core, fetch_of(make_spec("a", PROMPT)))
+    assert isinstance(order, FetchOrdered)
+    assert len(order.spec.block_hashes) == 16
+    handle_all(core, FetchOver(order.key, "refused", ""), Add(make_spec("other", make_prompt(40, seed=7))))
+    (order,) = handle_all(core, fetch_of(make_spec("b", PROMPT)))
     assert isinstance(order, FetchOrdered)
     assert len(order.spec.block_hashes) == 10
 

@@ -263,9 +263,9 @@ class TestLoads:
         assert cached == [256, 0, 256]
 
     def test_a_load_does_not_take_what_others_need(self) -> None:
-        """Of 36 blocks a sequence that decodes holds and reserves 24: a load gets six of the others, which is less
-        than an extent."""
-        worker = TierWorker(host_extents=32, num_blocks=36)
+        """Of 33 blocks a sequence that decodes holds and reserves 24, and may need two more: a load gets seven, which
+        is less than an extent."""
+        worker = TierWorker(host_extents=32, num_blocks=33)
         cold(worker, prompt_of("a"))
         worker.add(make_spec("long", make_prompt(300, seed=5), max_tokens=80))
         worker.step()
@@ -347,6 +347,14 @@ class TestLoads:
             worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
         worker.settle()
         assert worker.core.totals().loaded_tokens - loaded == 256
+
+    def test_a_load_alone_takes_more_than_half_of_the_blocks(self) -> None:
+        """Its sequence needs them next."""
+        worker = TierWorker(host_extents=32, num_blocks=24)
+        cold(worker, prompt_of("a"))
+        worker.run(make_spec("other", make_prompt(300, seed=5)))
+        worker.run(make_spec("again", make_prompt(300, seed=ord("a"))))
+        assert end_of(worker.events, "again").cached_tokens == 256
 
     def test_all_loads_together_take_half_of_the_blocks(self) -> None:
         """Of 96 blocks, all free or evictable, three loads of two extents take 48, and the fourth finds none left."""
