@@ -1,5 +1,7 @@
 """How long it takes to load extents from a tier, and whether to load a prefix or to compute it. Pure.
 
+    load = latency + extents * time of one         the latency is what the first extent of a load took more than others
+
 A prefix is loaded only where that is quicker than computing it, by what this worker has measured of both. A tier that
 was slow is not used, and so not measured any more; after `TRIED_AGAIN_S` it counts as being as fast as at its best, or
 as was assumed at first (by a write), so that one load shows what it is like.
@@ -19,14 +21,17 @@ _WEIGHT = 1 / 8
 
 
 class LoadTimes:
-    """The mean time to load an extent from one tier. Owner: the tier store. `first_ms`: assumed until one was
-    written or loaded."""
+    """The mean time to load an extent from one tier, and what the first one of a load takes beside that. Owner: the
+    tier store. `first_ms`: assumed until one was written or loaded."""
 
     def __init__(self, first_ms: float) -> None:
         self._mean_ms = first_ms
         self._best_ms = first_ms
         self._seen_at = -math.inf
         self._is_measured = False
+        self._latency_ms: float | None = None
+        """None until a first extent and a later one were loaded, which tell both times apart."""
+        self._has_later = False
 
     def assume(self, ms: float) -> None:
         """An extent was written in so many milliseconds: until one was loaded, a load counts as taking no longer than
@@ -34,8 +39,18 @@ class LoadTimes:
         if not self._is_measured and ms > 0.0:
             self._mean_ms = self._best_ms = min(self._best_ms, ms)
 
-    def observe(self, ms: float, now: float) -> None:
-        """An extent was loaded in so many milliseconds."""
+    def observe(self, ms: float, now: float, *, is_first: bool = False) -> None:
+        """An extent was loaded in so many milliseconds. `is_first`: of its load."""
+        if is_first and self._has_later:
+            latency_ms = max(0.0, ms - self._mean_ms)
+            before_ms = self._latency_ms
+            self._latency_ms = latency_ms if before_ms is None else before_ms + _WEIGHT * (latency_ms - before_ms)
+            self._seen_at = now
+            return
+        if not is_first and not self._has_later:
+            self._has_later = True
+            if self._is_measured:  # by first extents, with the latency
+                self._latency_ms, self._mean_ms = max(0.0, self._mean_ms - ms), ms
         if not self._is_measured or (ms < self._mean_ms and now > self._seen_at + TRIED_AGAIN_S):
             self._mean_ms = ms
         else:
@@ -49,6 +64,10 @@ class LoadTimes:
         if self._seen_at < began:
             self._mean_ms *= 2.0
             self._seen_at = now
+
+    def latency_ms(self, now: float) -> float:
+        """Milliseconds that a load is expected to take beside those of its extents."""
+        return 0.0 if now > self._seen_at + TRIED_AGAIN_S else self._latency_ms or 0.0
 
     def ms(self, now: float) -> float:
         """Milliseconds that an extent is expected to take."""
@@ -71,6 +90,8 @@ class Loadable(NamedTuple):
     """Milliseconds that their tiers take for them."""
     copy_ms: float = 0.0
     """Milliseconds between two copies at least, beside sequences that run."""
+    disk_latency_ms: float = 0.0
+    """Milliseconds that a load from disk takes beside those of its extents."""
 
 
 class LoadPlan(NamedTuple):
@@ -96,6 +117,7 @@ def plan_load(has: Loadable, compute_ms: Callable[[int, int], float]) -> LoadPla
             continue
         host_end = min(end, max(start, has.num_host))
         ms = has.ahead_ms + (host_end - start) * has.host_ms + (end - host_end) * has.disk_ms
+        ms += has.disk_latency_ms if end > host_end else 0.0
         ms = max(ms, (has.num_ahead + end - start) * has.copy_ms)
         computing_ms = compute_ms(has.cached_tokens, end * EXTENT_TOKENS)
         if computing_ms - ms > best_gain:

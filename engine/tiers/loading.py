@@ -202,7 +202,8 @@ class Loading:
         blocks = kv_cache.blocks
         cached_tokens = len(blocks.match_prefix(sequence.block_hashes, most)) * blocks.block_size
         times = store.host_times.ms(now), store.disk_times.ms(now)
-        has = Loadable(cached_tokens, num_host, num_disk, *times, *self._ahead(now), self.copy_ms)
+        latency_ms = store.disk_times.latency_ms(now)
+        has = Loadable(cached_tokens, num_host, num_disk, *times, *self._ahead(now), self.copy_ms, latency_ms)
         return plan_load(has, self._compute_ms)
 
     def _ahead(self, now: float) -> tuple[int, float]:
@@ -302,7 +303,8 @@ class Loading:
     def _order_reads(self, load: _Load) -> None:
         while load.next_read < load.end:
             index = load.next_read
-            if not self._store.read(load.disk_pins[index].extent, index, partial(self._take, load)):
+            is_first = index == max(load.plan.start, load.plan.host_end)
+            if not self._store.read(load.disk_pins[index].extent, index, partial(self._take, load), is_first=is_first):
                 return
             load.next_read += 1
 

@@ -96,6 +96,7 @@ class _FileRead:
     index: int
     buffer: Buffer
     deliver: Callable[[DiskRead], bool]
+    is_first: bool
 
 
 @dataclass(slots=True)
@@ -329,13 +330,13 @@ class TierStore:
         if read.buffer is not None:
             self._staging.append(read.buffer)
 
-    def read(self, extent: Extent, index: int, deliver: Callable[[DiskRead], bool]) -> bool:
+    def read(self, extent: Extent, index: int, deliver: Callable[[DiskRead], bool], *, is_first: bool = False) -> bool:
         """Order the read of the file of an extent, number `index` of its chain, if there is a buffer for it. `deliver`
-        gets the answer, and returns whether it takes the buffer."""
+        gets the answer, and returns whether it takes the buffer. `is_first`: of its load."""
         if self._port is None or not (self._staging or self._num_staging < MAX_STAGING):
             return False
         number, buffer = self._next_number(), self._take_staging()
-        self._reads[number] = _FileRead(extent, index, buffer, deliver)
+        self._reads[number] = _FileRead(extent, index, buffer, deliver, is_first)
         self._folder.ordered(self._now)
         self._port.read(number, extent, buffer)
         return True
@@ -345,7 +346,7 @@ class TierStore:
         read = self._reads.pop(number)
         self._folder.answered(self._now)
         if ok:
-            self.disk_times.observe(ms, now)
+            self.disk_times.observe(ms, now, is_first=read.is_first)
         else:
             self._disk_counts.failed += 1
             self.disk.drop(read.extent.key)
@@ -440,6 +441,7 @@ class TierStore:
         host_ms = max(copy_ms, self.host_times.ms(now))
         disk_ms = max(copy_ms, self.disk_times.ms(now)) if self._folder.is_on else 0.0
         host = self._counts_of("host", self.host, self._host_counts, host_ms, queue_ms)
+        queue_ms += self.disk_times.latency_ms(now)
         disk = self._counts_of("disk", self.disk, self._disk_counts, disk_ms, queue_ms, self._folder.off_reason)
         return tuple([counts for tier, counts in ((self.host, host), (self.disk, disk)) if tier.num_slots])
 

@@ -102,6 +102,31 @@ class TestWriteQueue:
 
 
 class TestLoadTimes:
+    def test_the_latency_is_told_apart_once_a_later_extent_was_loaded(self) -> None:
+        times = LoadTimes(1.0)
+        times.observe(90.0, 0.0, is_first=True)
+        assert (times.ms(0.0), times.latency_ms(0.0)) == (90.0, 0.0)
+        times.observe(10.0, 0.1)
+        assert (times.ms(0.1), times.latency_ms(0.1)) == (10.0, 80.0)
+        times.observe(98.0, 0.2, is_first=True)
+        assert (times.ms(0.2), times.latency_ms(0.2)) == (10.0, 81.0)
+        assert times.latency_ms(0.3 + TRIED_AGAIN_S) == 0.0
+
+    def test_loads_that_are_all_alike_have_no_latency(self) -> None:
+        times = LoadTimes(1.0)
+        for is_first in (True, False, False, True, False):
+            times.observe(7.0, 0.0, is_first=is_first)
+        assert (times.ms(0.0), times.latency_ms(0.0)) == (7.0, 0.0)
+
+    def test_a_load_from_disk_counts_with_its_latency(self) -> None:
+        def compute_ms(start: int, end: int) -> float:
+            return float(end - start)
+
+        few, many = Loadable(0, 0, 2, 1.0, 10.0), Loadable(0, 0, 9, 1.0, 10.0)
+        assert plan_load(few._replace(disk_latency_ms=235.0), compute_ms) == LoadPlan(0, 0, 2, 255.0, 256.0)
+        assert plan_load(few._replace(disk_latency_ms=237.0), compute_ms) is None
+        assert plan_load(many._replace(disk_latency_ms=237.0), compute_ms) == LoadPlan(0, 0, 9, 327.0, 1152.0)
+
     def test_a_measured_time_replaces_the_assumed_one(self) -> None:
         times = LoadTimes(1.0)
         times.observe(5.0, now=0.0)
