@@ -210,7 +210,7 @@ class Attempts:
         attempt.marks.transfer_s = message.transfer_s
 
     def fetched(self, attempt: Attempt, message: Fetched, now: float) -> None:
-        """Note the end of the attempt's fetch. One that was late would have taken at least its time."""
+        """Note the end of the attempt's fetch. One that was late would have taken at least its time for all of it."""
         plan = attempt.fetch
         assert plan is not None
         assert plan.source is not None
@@ -218,7 +218,7 @@ class Attempts:
         attempt.marks.fetched = message
         kv_bytes, ms = message.kv_bytes, message.transfer_s * 1000
         if message.outcome == "late":
-            kv_bytes, ms = kv_bytes or plan.kv_bytes, max(ms, plan.ms)
+            kv_bytes, ms = plan.kv_bytes, max(ms, plan.ms)
         transfer_ms = max(0.0, ms - plan.before_ms)
         self._fleet.fetch_links.ended(plan.source, attempt.computes_prompt, message.outcome, kv_bytes, transfer_ms, now)
 

@@ -1,8 +1,9 @@
 """How long it takes to get KV from another worker, and which workers to leave alone for a while.
 
 A fetch shows all of its transfer, where a hand-over hides most of it behind the computation of the prompt. So fetches
-have fits of their own; until the first fetch was observed, those of hand-overs stand for them. Connections for fetches
-lead from any worker to any other, so they are formed apart from the pairs of prefill and decode workers.
+have fits of their own; until the first fetch was observed, those of hand-overs stand for them. The fits learn slowly
+what is far from usual, so a transfer counts as taking no less than the latest ones of the same pair show. Connections
+for fetches lead from any worker to any other, so they are formed apart from the pairs of prefill and decode workers.
 
     asks(source, needy) ──done──> observed
                          ├─refused──> not asked for `REFUSED_S`
@@ -15,6 +16,10 @@ Owner: the fleet.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterable
+from itertools import combinations
+from statistics import median
 
 from disagg.proto.ids import WorkerId
 from disagg.proto.messages import FetchOutcome
@@ -25,8 +30,50 @@ from disagg.router.workers.pairs import Pairs
 REFUSED_S, FAILED_S = 1.0, 5.0
 """Seconds for which a worker does not ask a source again that refused or was late, and one that failed. How slow a late
 one was counts in later predictions besides."""
-MAX_SHUNNED = 4096
+NUM_RECENT, RECENT_S = 8, 30.0
+"""Latest fetches of a pair that are remembered one by one, and for how many seconds after the last one."""
+MAX_PAIRS = 4096
 """Most pairs that are remembered; beyond them the one that was noted first is forgotten."""
+
+
+class _Recent:
+    """The latest fetches of one pair."""
+
+    __slots__ = ("_at", "_byte_ms", "_latency_ms", "_seen")
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
+        """Bytes and milliseconds of each."""
+        self._at = -math.inf
+        self._latency_ms = self._byte_ms = 0.0
+
+    def observe(self, kv_bytes: int, ms: float, now: float, *, is_late: bool) -> None:
+        """Note one. One that was late tells something only if it took longer than these let expect."""
+        if is_late and ms <= self.least_ms(kv_bytes, now):
+            return
+        if now > self._at + RECENT_S:
+            self._seen.clear()
+        self._seen.append((kv_bytes, ms))
+        self._at = now
+        self._latency_ms, self._byte_ms = line(self._seen)
+
+    def least_ms(self, kv_bytes: int, now: float) -> float:
+        """Milliseconds that another one takes by these; 0 where they are too old."""
+        return self._latency_ms + kv_bytes * self._byte_ms if now <= self._at + RECENT_S else 0.0
+
+
+def line(seen: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Latency and time of a byte, in milliseconds, neither negative: medians, so that a few transfers that waited for
+    something else do not count. `seen`: bytes and milliseconds. Where all have the same bytes, half is latency."""
+    found = list(seen)
+    slopes = [(b_ms - a_ms) / (b - a) for (a, a_ms), (b, b_ms) in combinations(found, 2) if a != b]
+    if not slopes:
+        slopes = [ms / (2.0 * kv_bytes) for kv_bytes, ms in found if kv_bytes] or [0.0]
+    byte_ms = max(0.0, median(slopes))
+    latency_ms = median([ms - kv_bytes * byte_ms for kv_bytes, ms in found])
+    if latency_ms < 0.0:
+        return 0.0, median([ms / kv_bytes for kv_bytes, ms in found if kv_bytes])
+    return latency_ms, byte_ms
 
 
 class FetchLinks:
@@ -44,13 +91,17 @@ class FetchLinks:
         self._pairs = Pairs(config)
         self._shunned: dict[tuple[WorkerId, WorkerId], float] = {}
         """Pairs that are not to be used, and until when; the one noted first is first."""
+        self._recent: dict[tuple[WorkerId, WorkerId], _Recent] = {}
+        """Latest fetches of pairs, the pair whose first one is oldest first."""
 
     def transfer_ms(self, source: WorkerId, needy: WorkerId, kv_bytes: int, now: float) -> float:
         """Predicted milliseconds of the transfer alone; infinite for a pair that is not to be used now."""
         if self._shunned and now < self._shunned.get((source, needy), -math.inf):
             return math.inf
         links = self._links if self._has_observed else self._hand_overs
-        return links.exposed_ms(source, needy, kv_bytes, now)
+        ms = links.exposed_ms(source, needy, kv_bytes, now)
+        recent = self._recent.get((source, needy)) if self._recent else None
+        return ms if recent is None else max(ms, recent.least_ms(kv_bytes, now))
 
     def setup_ms(self, source: WorkerId, needy: WorkerId) -> float:
         """Milliseconds until the connection is formed; 0 where it is."""
@@ -77,16 +128,22 @@ class FetchLinks:
         elif outcome != "refused" and kv_bytes > 0:
             self._has_observed = True
             self._links.observe(source, needy, kv_bytes, transfer_ms, now)
+            if (recent := self._recent.get((source, needy))) is None:
+                recent = self._recent[source, needy] = _Recent()
+                if len(self._recent) > MAX_PAIRS:
+                    del self._recent[next(iter(self._recent))]
+            recent.observe(kv_bytes, transfer_ms, now, is_late=outcome == "late")
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost."""
         self._links.forget(worker_id)
         self._pairs.forget(worker_id)
-        for pair in [pair for pair in self._shunned if worker_id in pair]:
-            del self._shunned[pair]
+        for pairs in (self._shunned, self._recent):
+            for pair in [pair for pair in pairs if worker_id in pair]:
+                del pairs[pair]
 
     def _shun(self, source: WorkerId, needy: WorkerId, until: float) -> None:
         self._shunned.pop((source, needy), None)
         self._shunned[source, needy] = until
-        if len(self._shunned) > MAX_SHUNNED:
+        if len(self._shunned) > MAX_PAIRS:
             del self._shunned[next(iter(self._shunned))]

@@ -18,7 +18,7 @@ from disagg.router.placement.placement import Candidate, Demand
 from disagg.router.placement.policies.elastic import Elastic
 from disagg.router.placement.policies.joint import Joint
 from disagg.router.workers.cost_model import LinkModel
-from disagg.router.workers.fetch_links import FAILED_S, MAX_SHUNNED, REFUSED_S, FetchLinks
+from disagg.router.workers.fetch_links import FAILED_S, MAX_PAIRS, RECENT_S, REFUSED_S, FetchLinks, line
 from disagg.router.workers.pairs import Pairs
 from disagg.router.workers.worker import Worker
 from tests.support.router import worker_info
@@ -415,6 +415,36 @@ class TestLinks:
         assert links.transfer_ms(D0, P0, 1 << 20, 1.0) == math.inf
         assert links.transfer_ms(D0, P0, 1 << 20, 1.0 + REFUSED_S) > 10 * before
 
+    def test_a_link_far_slower_than_usual_is_known_after_one_fetch(self) -> None:
+        """Half of a single one counts as latency, two tell it apart; a late one that shows nothing new is ignored."""
+        links = FetchLinks(RouterConfig(), LinkModel())
+        pair = WorkerId("d0"), WorkerId("p0")
+        links.ended(*pair, "done", 1_000_000, 2000.0, 0.0)
+        assert links.transfer_ms(*pair, 500_000, 1.0) == pytest.approx(1500.0)
+        links.ended(*pair, "late", 500_000, 700.0, 10.0)
+        assert links.transfer_ms(*pair, 500_000, 12.0) == pytest.approx(1500.0)
+        links.ended(*pair, "done", 250_000, 875.0, 13.0)
+        assert links.transfer_ms(*pair, 500_000, 14.0) == pytest.approx(1250.0)
+        assert links.transfer_ms(*pair, 500_000, 14.0 + RECENT_S) < 250.0
+        links.forget(pair[0])
+        assert links.transfer_ms(*pair, 500_000, 14.0) < 250.0
+
+    @pytest.mark.parametrize(
+        ("seen", "expected"),
+        [
+            ([(100, 30.0), (200, 40.0), (300, 50.0)], (20.0, 0.1)),
+            ([(100, 30.0), (200, 40.0), (300, 50.0), (200, 900.0)], (20.0, 0.1)),
+            ([(100, 30.0), (100, 40.0), (100, 50.0)], (20.0, 0.2)),
+            ([(100, 10.0), (200, 40.0)], (0.0, 0.15)),
+            ([(100, 40.0), (200, 10.0)], (25.0, 0.0)),
+            ([(0, 40.0)], (40.0, 0.0)),
+        ],
+    )
+    def test_medians_tell_latency_and_rate_apart(
+        self, seen: list[tuple[int, float]], expected: tuple[float, float]
+    ) -> None:
+        assert line(seen) == pytest.approx(expected)
+
     def test_a_failure_says_nothing_of_the_rate_and_the_connection_is_formed_again(self) -> None:
         links, _ = self.links()
         before = links.transfer_ms(D0, P0, 1 << 20, 1.0)
@@ -426,7 +456,7 @@ class TestLinks:
 
     def test_what_is_remembered_of_refusals_is_bounded(self) -> None:
         links, _ = self.links()
-        for number in range(MAX_SHUNNED + 1):
+        for number in range(MAX_PAIRS + 1):
             links.ended(WorkerId(f"d{number}"), P0, "refused", 0, 0.0, 1.0)
         assert links.transfer_ms(WorkerId("d0"), P0, 1, 1.0) < math.inf
         assert links.transfer_ms(WorkerId("d1"), P0, 1, 1.0) == math.inf

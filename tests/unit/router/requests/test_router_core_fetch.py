@@ -94,7 +94,7 @@ def test_a_source_that_did_not_send_is_not_asked_again_for_a_while(outcome: Fetc
 @pytest.mark.parametrize(
     ("outcome", "kv_bytes", "transfer_s", "observed"),
     [("done", 32768, 0.3, (32768, 250.0)), ("done", 32768, 0.01, (32768, 0.0)), ("late", 0, 0.0, (32768, 1.016384)),
-     ("late", 4096, 0.3, (4096, 250.0)), ("refused", 0, 0.3, None), ("failed", 4096, 0.3, None)],
+     ("late", 4096, 0.3, (32768, 250.0)), ("refused", 0, 0.3, None), ("failed", 4096, 0.3, None)],
 )  # fmt: skip
 def test_a_transfer_is_observed_without_what_came_before_it(
     outcome: FetchOutcome, kv_bytes: int, transfer_s: float, observed: tuple[int, float] | None
