@@ -1,8 +1,10 @@
 """Is a prefix loaded where that is quicker, and computed where it is not?
 
-A disk tier is slowed down so that loading and computing cross at 1,024 tokens. The same prompts are then computed by a
-core without tiers, loaded by one that believes that computing takes for ever, and left to one that decides as workers
-do, by what it has measured. All three are cores over one runner, with the real files and their thread.
+A disk tier is slowed down so that loading and computing cross at about 1,024 tokens: the first file of a load takes
+half of the time in which so many tokens are computed, as latency, and all files together the other half, by their rate.
+The same prompts are then computed by a core without tiers, loaded by one that believes that computing takes for ever,
+and left to one that decides as workers do, by what it has measured. All three are cores over one runner, with the real
+files and their thread. For the same with a link see `links.py`.
 
     chosen / better of computed and loaded, by the length of the prefix
 """
@@ -41,7 +43,7 @@ from disagg.proto.token_ids import pack_token_ids
 from tests.support.reports import percentile
 
 COMPUTED, LOADED, CHOSEN = "computed", "loaded", "chosen"
-LENGTHS = (128, 256, 512, 768, 1024, 1536, 2048, 4096)
+LENGTHS = (128, 512, 1024, 2048, 4096)
 CROSSING = 1024
 TAIL_TOKENS = 32
 """Tokens of each prompt behind its prefix; they are always computed."""
@@ -56,14 +58,18 @@ _MOST_FILES = 4096
 
 
 class SlowFiles(ExtentFiles):
-    """Files of which each takes a given time to read, at least."""
+    """Files of which each takes a given time to read, at least, and the first one of a load a latency beside that."""
 
     read_s = 0.0
+    latency_s = 0.0
+    is_first = False
+    """Whether the next file is the first one of a load."""
     sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def read(self, extent: Extent, payload: Buffer) -> str:
         """Read a file, no sooner than that."""
-        due = time.perf_counter() + self.read_s
+        due = time.perf_counter() + self.read_s + self.latency_s * self.is_first
+        self.is_first = False
         fault = super().read(extent, payload)
         self.sleep(max(0.0, due - time.perf_counter()))
         return fault
@@ -91,6 +97,7 @@ class Worker:
         observes: bool = True,
     ) -> None:
         self._answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
+        self._files = files
         self._disk = TierDisk(files, _MOST_FILES) if files is not None else None
         if files is None or self._disk is None:
             config = msgspec.structs.replace(config, tiers=None)
@@ -113,6 +120,8 @@ class Worker:
     def ask(self, prompt: list[int]) -> First:
         """The first token of a prompt, alone."""
         self._num_requests += 1
+        if self._files is not None:
+            self._files.is_first = True
         packed = pack_token_ids(prompt)
         spec = SequenceSpec(
             request_id=RequestId(f"bench-{self._num_requests}"),
@@ -178,18 +187,20 @@ class Choice:
         warm_up(self._runner, self._config)
         self._calibration = calibrate(self._runner, self._config, time.perf_counter)
         self._secret = ClusterSecret(b"b" * 32)
-        self._read_s = 0.0
+        self._read_s = self._latency_s = 0.0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One for each length, repeat and way."""
         with self._folder:
             with self._worker(COMPUTED) as worker:
                 crossing = percentile([worker.ask(self._prompt(CROSSING, -1 - n)).ttft_ms for n in range(3)], 50)
+                crossing -= worker.ask(self._prompt(CROSSING, -3, of_its_own=1)).ttft_ms  # behind a cached prefix
             with self._worker(CHOSEN) as worker:
                 for length in (_TAUGHT, *self._lengths):
                     worker.ask(self._prompt(length, 0))
                     worker.settle()
-            self._read_s = crossing / 1e3 / (CROSSING / EXTENT_TOKENS)
+            self._latency_s = crossing / 1e3 / 2
+            self._read_s = crossing / 1e3 / 2 / (CROSSING / EXTENT_TOKENS)
             for repeat in range(self._repeats):
                 for length in self._lengths:
                     yield from self._measured(length, repeat)
@@ -200,6 +211,7 @@ class Choice:
             with self._worker(way) as worker:
                 if way != COMPUTED:
                     worker.ask(self._prompt(_TAUGHT, 0))
+                    worker.settle()
                 first = worker.ask(self._prompt(length, 0, of_its_own=repeat + 1))
             yield {
                 "part": "choice",
@@ -210,6 +222,7 @@ class Choice:
                 "cached_tokens": first.cached_tokens,
                 "token": first.token,
                 "extent_ms": round(self._read_s * 1e3, 3),
+                "latency_ms": round(self._latency_s * 1e3, 3),
             }
 
     @contextmanager
@@ -223,7 +236,7 @@ class Choice:
             num_bytes = extent_bytes(self._runner.layout, 1)
             format_ = extent_format(self._runner.fingerprint, self._runner.layout, 1, num_bytes, self._secret)
             files = SlowFiles(Path(self._folder.name), format_, is_shared=False)
-            files.read_s, files.sleep = self._read_s, self._sleep
+            files.read_s, files.latency_s, files.sleep = self._read_s, self._latency_s, self._sleep
         worker = Worker(self._runner, self._config, calibration, files, observes=way != LOADED)
         try:
             yield worker

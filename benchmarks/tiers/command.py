@@ -10,12 +10,17 @@ long      conversations whose histories are 8 times what the device caches of th
           turn, the next repeat in the other order; then, without tiers and with a disk, a restart of all workers and
           one turn more
 agents    conversations that add much at each turn, whose histories the decode workers still have
-choice    prefixes of 128 to 4,096 tokens, where loading and computing cross at 1,024 (choice.py)
+local     the same where decode workers may compute prompts, as by default
+source    streams of a worker from which another one fetches
+choice    prefixes of 128 to 4,096 tokens, where loading from a slow disk (choice.py), or fetching over a slow link in
+          simulated time (links.py), and computing cross at about 1,024
 
 computed_none_over_all      prompt tokens that are computed, without tiers over with all
 turn2_ttft_over_none        median TTFT of later turns of agents, with fetches over without
 restart_computed_over_cold  prompt tokens that the turn after the restart computes, with a disk over without
-choice_worst                TTFT as chosen over the better of computed and loaded, less 5 ms, at the worst length
+choice_worst                TTFT as chosen over the better of computed and loaded, less 5 ms, at the worst length; with
+                            the disk or the link, whichever is worse
+*_answer_p50_over_none      median time to the last token of later turns
 source_itl_p99_over_rest    p99 of the time between tokens of a source's streams, with fetches over without
 wrong                       answers whose tokens are not those of the cluster without tiers
 failed                      requests that failed
@@ -34,11 +39,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulator.tiers import reuse_trace
-from benchmarks.tiers import figures
+from benchmarks.tiers import figures, links
 from benchmarks.tiers.choice import LENGTHS, Choice
 from benchmarks.tiers.clusters import ALL, DISK, MODES, NONE, PEER, config, counters_of, restart_workers
 from benchmarks.tiers.conversations import Client, Workload
-from benchmarks.tiers.figures import AGENTS, CONVERSATIONS, LOCAL, LONG
+from benchmarks.tiers.figures import AGENTS, CHOICE, CONVERSATIONS, LOCAL, LONG
 from benchmarks.tiers.sources import Sources
 from disagg.cluster.models.catalog import DEFAULT_MODEL, resolve_model
 from disagg.engine.config import WorkerConfig
@@ -48,7 +53,7 @@ from tests.support import inference_stub
 from tests.support.launch import LAUNCHERS, launched
 from tests.support.reports import positive, print_table, report, write_json
 
-SOURCE, CHOICE = "source", "choice"
+SOURCE = "source"
 PARTS = (*CONVERSATIONS, SOURCE, CHOICE)
 OF_AGENTS = (NONE, PEER, ALL)
 """Modes of the parts with agents."""
@@ -143,6 +148,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     if CHOICE in options.only:
         say(CHOICE)
         rows += Choice(worker_config(options.model), options.lengths, options.repeats + 1).rows()
+        rows += links.rows([length for length in options.lengths if length <= links.LONGEST])
     return rows
 
 

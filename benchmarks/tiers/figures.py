@@ -13,6 +13,7 @@ from tests.support.reports import percentile
 
 Row = Mapping[str, Any]
 LONG, AGENTS, LOCAL = "long", "agents", "local"
+CHOICE, CHOICE_OF_LINK = CHOICES = "choice", "choice of a link"
 CONVERSATIONS = (LONG, AGENTS, LOCAL)
 
 
@@ -30,6 +31,7 @@ def row_of(part: str, mode: str, repeat: int, turns: Sequence[Turn], *, restarte
         "computed_tokens": sum(turn.computed_tokens for turn in turns),
         "ttft_ms": [round(turn.ttft_s * 1e3, 3) for turn in good],
         "tpot_ms": [round(turn.tpot_s * 1e3, 3) for turn in good],
+        "answer_ms": [round((turn.ttft_s + turn.tpot_s * (len(turn.token_ids) - 1)) * 1e3, 3) for turn in good],
         "errors": [turn.error for turn in turns if turn.error],
         "tokens": {turn.conversation: list(turn.token_ids) for turn in good},
     }
@@ -56,6 +58,11 @@ def computed(rows: Sequence[Row], part: str, mode: str, *, restarted: bool = Fal
 def ttfts(rows: Sequence[Row], part: str, mode: str) -> list[float]:
     """Milliseconds to the first token of all later turns."""
     return [ms for row in select(rows, part, mode, later=True) for ms in row["ttft_ms"]]
+
+
+def answers(rows: Sequence[Row], part: str, mode: str) -> list[float]:
+    """Milliseconds to the last token of all later turns."""
+    return [ms for row in select(rows, part, mode, later=True) for ms in row.get("answer_ms", ())]
 
 
 def others(rows: Sequence[Row], part: str, mode: str, name: str) -> list[float]:
@@ -111,6 +118,9 @@ def summarize(rows: Sequence[Row], reuse_trace: float | None) -> dict[str, float
             flat[f"{name}_ttft_p99_over_none"] = ratio(
                 _percentile(ttfts(rows, part, mode), 99), _percentile(ttfts(rows, part, NONE), 99)
             )
+            flat[f"{name}_answer_p50_over_none"] = ratio(
+                _percentile(answers(rows, part, mode), 50), _percentile(answers(rows, part, NONE), 50)
+            )
             flat[f"{name}_others_tpot_p99_over_none"] = ratio(
                 _percentile(others(rows, part, mode, "tpot_ms"), 99), tpot
             )
@@ -119,9 +129,11 @@ def summarize(rows: Sequence[Row], reuse_trace: float | None) -> dict[str, float
     flat["source_itl_p99_over_rest"] = ratio(
         _percentile(source_gaps(rows, FETCHING), 99), _percentile(source_gaps(rows, AT_REST), 99)
     )
-    chosen = [dict(row) for row in rows if row["part"] == "choice"]
-    flat["choice_worst"] = choice.worst(chosen)
-    flat["wrong"] = float(num_wrong(rows) + choice.num_wrong(chosen))
+    chosen = {part: [dict(row) for row in rows if row["part"] == part] for part in CHOICES}
+    worst = {part: choice.worst(found) for part, found in chosen.items()}
+    flat["choice_worst"] = max([value for value in worst.values() if value is not None], default=None)
+    flat["choice_disk_worst"], flat["choice_link_worst"] = worst[CHOICE], worst[CHOICE_OF_LINK]
+    flat["wrong"] = float(num_wrong(rows) + sum(choice.num_wrong(found) for found in chosen.values()))
     flat["failed"] = float(sum(len(row.get("errors", ())) for row in rows))
     flat["reuse_trace"] = reuse_trace
     return {name: value for name, value in flat.items() if value is not None or name in MUST_SHOW}
@@ -165,10 +177,12 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...], list[tuple[s
     if all(gaps for _, gaps in phases):
         lines = [(phase, *(f"{percentile(gaps, p):.1f}" for p in (50, 99))) for phase, gaps in phases]
         found.append(("a source's streams: ITL ms", ("phase", "p50", "p99"), lines))
-    chosen = [dict(row) for row in rows if row["part"] == "choice"]
-    if chosen:
+    for part in CHOICES:
+        chosen = [dict(row) for row in rows if row["part"] == part]
+        if not chosen:
+            continue
         ways = (choice.COMPUTED, choice.LOADED, choice.CHOSEN)
         lengths = dict.fromkeys(row["length"] for row in chosen)
         lines = [(str(n), *(f"{choice.median_of(chosen, n, way):.0f}" for way in ways)) for n in lengths]
-        found.append(("choice: TTFT ms by the length of the prefix", ("tokens", *ways), lines))
+        found.append((f"{part}: TTFT ms by the length of the prefix", ("tokens", *ways), lines))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tiers import choice, figures
+from benchmarks.tiers import choice, figures, links
 from benchmarks.tiers.choice import CHOSEN, COMPUTED, LOADED, Choice
 from benchmarks.tiers.clusters import ALL, DISK, HOST, MODES, NONE, PEER, config
 from benchmarks.tiers.command import parse_arguments, workloads
@@ -86,8 +86,10 @@ def test_the_summary_is_that_of_the_rows() -> None:
         "turn2_ttft_over_none": 0.25,
         "long_all_ttft_p50_over_none": 0.5,
         "long_all_ttft_p99_over_none": 0.5,
+        "long_all_answer_p50_over_none": 0.5,
         "agents_peer_ttft_p50_over_none": 0.25,
         "agents_peer_ttft_p99_over_none": 0.25,
+        "agents_peer_answer_p50_over_none": 0.25,
         "agents_peer_others_tpot_p99_over_none": 1.2,
         "restart_computed_over_cold": 0.25,
         "source_itl_p99_over_rest": 1.1,
@@ -130,4 +132,16 @@ def test_all_three_ways_give_the_same_tokens_and_one_of_them_loads() -> None:
     cached = {(row["length"], row["way"]): row["cached_tokens"] for row in rows}
     assert [cached[length, COMPUTED] for length in (128, 512)] == [0, 0]
     assert [cached[length, LOADED] for length in (128, 512)] == [128, 512]
+    assert choice.num_wrong(rows) == 0
+
+
+def test_a_link_that_is_slow_for_short_prefixes_is_used_for_long_ones() -> None:
+    rows = list(links.rows([128, 1536]))
+    fetched = {(row["length"], row["way"]): row["cached_tokens"] for row in rows}
+    assert [fetched[length, COMPUTED] for length in (128, 1536)] == [0, 0]
+    assert [fetched[length, LOADED] for length in (128, 1536)] == [128, 1536]
+    assert [fetched[length, CHOSEN] for length in (128, 1536)] == [0, 1536]
+    worst = choice.worst(rows)
+    assert worst is not None
+    assert worst <= 1.1
     assert choice.num_wrong(rows) == 0
