@@ -170,8 +170,6 @@ class TierScanned:
     extents: tuple[Extent, ...]
     gone: tuple[BlockHash, ...] = ()
     """Extents that it had and has no more."""
-    is_whole: bool = True
-    """Whether all of its files were looked at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from disagg.cluster.config.cluster_config import PoolConfig, pool_path
 from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
-from disagg.engine.config import AdapterOptions, device_defaults
+from disagg.engine.config import AdapterOptions, TierOptions, device_defaults
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
-from disagg.engine.tiers.sizes import staging_bytes
+from disagg.engine.tiers.sizes import staging_bytes, tier_bytes_needed, tier_sizes
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -93,7 +93,7 @@ class PoolCache(NamedTuple):
     @property
     def staging_bytes(self) -> int:
         """Bytes of each worker's buffers between its cache and its files."""
-        return staging_bytes(self._layout, self.pool.tp) if self.has_folder else 0
+        return staging_bytes(self.layout, self.pool.tp) if self.has_folder else 0
 
     @property
     def scratch_bytes(self) -> int:
@@ -110,15 +110,15 @@ class PoolCache(NamedTuple):
         """Blocks of the first cache group on each rank; None if the size is measured."""
         if self.pool.num_blocks is not None or (num_bytes := self.configured_bytes) is None:
             return self.pool.num_blocks
-        return most_blocks(self._layout, self.pool.tokens_per_block, self._limits, num_bytes, self._block_bytes)
+        return most_blocks(self.layout, self.pool.tokens_per_block, self._limits, num_bytes, self._block_bytes)
 
     def groups(self, num_blocks: int) -> tuple[GroupPool, ...]:
         """The caches of each rank whose first cache group has so many blocks. A draft model's KV is in the first
         one."""
-        pools = (num_blocks, *window_pools(self._layout, num_blocks, self.pool.tokens_per_block, self._limits))
+        pools = (num_blocks, *window_pools(self.layout, num_blocks, self.pool.tokens_per_block, self._limits))
         return tuple(
             GroupPool(group.window, blocks, blocks * each)
-            for group, blocks, each in zip(self._layout.groups, pools, self._block_bytes, strict=True)
+            for group, blocks, each in zip(self.layout.groups, pools, self._block_bytes, strict=True)
         )
 
     def _bytes_of(self, num_blocks: int) -> int:
@@ -129,7 +129,8 @@ class PoolCache(NamedTuple):
         return rank_model(with_whole_experts(self.model) if self.pool.ep else self.model, Shard(0, self.pool.tp))
 
     @property
-    def _layout(self) -> KvLayout:
+    def layout(self) -> KvLayout:
+        """Layout of a token's KV."""
         return model_layout(self.model, self.dtype, ELEMENT_BYTES[self.dtype])
 
     @property
@@ -142,7 +143,7 @@ class PoolCache(NamedTuple):
         pool, shard = self.pool, Shard(0, self.pool.tp)
         first, *others = [
             pool.tokens_per_block * group.bytes_per_token // group.num_heads * len(shard.kv_heads(group.num_heads))
-            for group in self._layout.groups
+            for group in self.layout.groups
         ]
         if self.draft is not None:
             draft = model_layout(self.draft, self.dtype, ELEMENT_BYTES[self.dtype], keeps_all=True)
@@ -175,6 +176,22 @@ def check_no_windows(cache: PoolCache, key: str) -> None:
         raise ConfigError(
             f"{key}: is for models without windows; the model of {pool_path(cache.name)} has {len(groups)} cache groups"
         )
+
+
+def check_tiers_hold(cache: PoolCache, tiers: TierOptions, max_model_len: int | None) -> None:
+    """Raises `ConfigError`, with both sizes, for a tier of the pool's workers that does not hold the longest sequence.
+    `max_model_len`: as configured; None for what the model and the cache allow."""
+    if max_model_len is None:
+        max_model_len = cache.model.max_positions
+        if cache.num_blocks is not None:
+            max_model_len = min(max_model_len, cache.num_blocks * cache.pool.tokens_per_block)
+    needed = tier_bytes_needed(cache.layout, cache.pool.tp, max_model_len)
+    for key, size in tier_sizes(tiers):
+        if 0 < size < needed:
+            raise ConfigError(
+                f"kv_cache.tiers.{key}: {size} is less than the KV of max_model_len {max_model_len} in "
+                f"{pool_path(cache.name)}, {needed}"
+            )
 
 
 def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:

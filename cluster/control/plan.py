@@ -31,6 +31,7 @@ from disagg.cluster.config.memory import (
     check_block,
     check_fits,
     check_no_windows,
+    check_tiers_hold,
     memory_notes,
 )
 from disagg.cluster.config.model_pools import with_sizes
@@ -417,6 +418,7 @@ def plan_cluster(
             )
             if tiers is not None:
                 check_no_windows(caches[-1], "kv_cache.tiers")
+                check_tiers_hold(caches[-1], tiers, options.max_model_len)
             if config.kv_cache.fetch:
                 check_no_windows(caches[-1], "kv_cache.fetch")
     for cache in caches:

@@ -130,6 +130,12 @@ class ExtentFiles:
                         found.append((status.st_mtime_ns, extent))
         return Listing([extent for _, extent in sorted(found)], is_whole=True)
 
+    def look(self) -> None:
+        """Find out whether the folder is still there. Raises `OSError` where it is not, or cannot be looked at."""
+        if self._lock is not None and not os.path.samestat(os.fstat(self._lock), (self.folder / ".lock").stat()):
+            raise FileNotFoundError(errno.ENOENT, "another folder is in its place")
+        self._files.stat()
+
     def write(self, extent: Extent, payload: Buffer) -> None:
         """Write the file of an extent.
 

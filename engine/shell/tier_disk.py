@@ -57,6 +57,8 @@ class TierDisk(DiskPort):
         self._is_shared = is_shared
         self._known: set[Extent] = set()
         """Extents that the engine knows of."""
+        self._is_read = False
+        """Whether all that the folder had is known."""
         self._reads: deque[Callable[[], None]] = deque()
         self._others: deque[Callable[[], None]] = deque()
         self._num_writes = 0
@@ -91,7 +93,8 @@ class TierDisk(DiskPort):
         return self._num_writes < MOST_WRITES
 
     def scan(self, *, anew: bool) -> None:
-        """Find out what the folder has. Answer: `TierScanned` or `TierFailed`."""
+        """Find out what the folder has; of one that nobody else writes to, and that was read, whether it is still
+        there. Answer: `TierScanned` or `TierFailed`."""
         self._order(self._others, lambda: self._scan(anew=anew))
 
     def write(self, number: int, extent: Extent, payload: Buffer) -> None:
@@ -132,6 +135,10 @@ class TierDisk(DiskPort):
     def _scan(self, *, anew: bool) -> None:
         most = self._most_files
         try:
+            if self._is_read and not (anew or self._is_shared):
+                self._files.look()
+                self._post(TierScanned(()))
+                return
             listing = self._files.scan(SCANNED_OVER_KEPT * most + 1)
             found = arranged(listing.extents, most)
             num_too_many = len(listing.extents) - most if self._is_shared else len(found.left)
@@ -147,7 +154,8 @@ class TierDisk(DiskPort):
         new = tuple([extent for extent in found.extents if extent not in self._known])
         gone = tuple([extent.key for extent in self._known - now])
         self._known = now
-        self._post(TierScanned(new, gone, listing.is_whole))
+        self._is_read = listing.is_whole
+        self._post(TierScanned(new, gone))
 
     def _write(self, number: int, extent: Extent, payload: Buffer) -> None:
         error: Exception | None = None

@@ -3,7 +3,7 @@
     <key>-<parent>-<tenant tag>.kv      hexadecimal; `root` for the first extent of a chain, `none` without tenants
 
     magic, version    bytes    what
-    store             16       hash of what the KV depends on: fingerprint, arithmetic, layout, ranks
+    store             16       hash of what the KV depends on: fingerprint, arithmetic, layout, ranks, and of the secret
     key, parent, tag  16+16+8  as in the name
     heads             2+2      the KV heads that the file has, [first, end)
     num_bytes         8        of the payload
@@ -43,7 +43,7 @@ class ExtentFormat(msgspec.Struct, frozen=True, kw_only=True):
     """What all files of one worker's folder have in common."""
 
     store: bytes
-    """Names what the KV depends on."""
+    """Names what the KV depends on, and the cluster: files of another one's secret are in another folder."""
     num_heads: int
     num_bytes: int
     """Bytes of a payload."""
@@ -82,7 +82,7 @@ def extent_format(computed: str, layout: KvLayout, tp: int, num_bytes: int, secr
     """The format of a worker's files. `computed`: by which model, and by which arithmetic."""
     described = msgspec.msgpack.encode((computed, layout, tp))
     return ExtentFormat(
-        store=hashlib.sha256(b"disagg kv tier\0" + described).digest()[:16],
+        store=hashlib.sha256(b"disagg kv tier\0" + described + secret.sign("disagg kv tier store")).digest()[:16],
         num_heads=layout.groups[0].num_heads,
         num_bytes=num_bytes,
         key=secret.sign("disagg kv tier"),

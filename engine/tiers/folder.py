@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 TRIED_AGAIN_S = 30.0
 """Time after which a folder that failed is scanned again, and one that was full is written to."""
 SCANNED_AGAIN_S = 60.0
-"""Time after which a folder that others write to is scanned again."""
+"""Time after which a folder is scanned again, to which others write, or is looked at, whether it is still there."""
 SILENT_S = 10.0
 """Time without an answer, while one is due, after which a folder is not used."""
 SILENT_SCAN_S = 60.0
@@ -30,12 +30,12 @@ class Folder:
 
     Args:
         is_there: whether there is a disk tier.
-        is_shared: whether others write to it, too.
+        is_watched: whether it is scanned or looked at again while it is good.
     """
 
-    def __init__(self, *, is_there: bool, is_shared: bool) -> None:
+    def __init__(self, *, is_there: bool, is_watched: bool) -> None:
         self._is_there = is_there
-        self._is_shared = is_shared
+        self._is_watched = is_watched
         self._off_reason = "the folder was not read yet" if is_there else ""
         self._full_reason = ""
         self._full_until = -math.inf
@@ -115,13 +115,13 @@ class Folder:
         self._num_open -= 1
         self._silent_since = now if self._num_open else math.inf
 
-    def scanned(self, now: float, *, is_whole: bool = True) -> None:
-        """The folder was read. Unless `is_whole`, it has more files than were looked at."""
+    def scanned(self, now: float) -> None:
+        """The folder was read, or looked at."""
         if self._is_silent:
             _log.info("the disk tier of the KV is on again, the disk answers")
         self._is_scanning = self._is_silent = False
         self._off_reason = ""
-        self._scan_at = now + SCANNED_AGAIN_S if self._is_shared or not is_whole else math.inf
+        self._scan_at = now + SCANNED_AGAIN_S if self._is_watched else math.inf
 
     def wrote(self) -> None:
         """A file was written."""

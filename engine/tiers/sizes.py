@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from disagg.engine.config import TierOptions
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.messages import EXTENT_TOKENS, KvLayout
 
@@ -17,3 +20,13 @@ def extent_bytes(layout: KvLayout, tp: int) -> int:
 def staging_bytes(layout: KvLayout, tp: int) -> int:
     """Bytes of the buffers between a worker's blocks and its files."""
     return MAX_STAGING * extent_bytes(layout, tp)
+
+
+def tier_bytes_needed(layout: KvLayout, tp: int, max_model_len: int) -> int:
+    """Bytes that a tier must have at least: the KV of the longest sequence."""
+    return -(-max_model_len // EXTENT_TOKENS) * extent_bytes(layout, tp)
+
+
+def tier_sizes(options: TierOptions) -> Sequence[tuple[str, int]]:
+    """Field and bytes of each tier; 0 for one that there is not."""
+    return ("host_bytes", options.host_bytes), ("disk.bytes", 0 if options.disk is None else options.disk.bytes)

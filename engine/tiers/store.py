@@ -47,6 +47,11 @@ class DiskPort(Protocol):
     """The files of the disk tier. Each call returns at once; the answers are commands, see `engine/commands.py`."""
 
     @property
+    def can_vanish(self) -> bool:
+        """Whether somebody may remove or replace the folder."""
+        return True
+
+    @property
     def has_room(self) -> bool:
         """Whether another write may be ordered."""
         ...
@@ -156,7 +161,9 @@ class TierStore:
         self.disk = Tier(disk_bytes // extent_bytes if parts.disk is not None else 0, share, keep_s)
         self.host_times = LoadTimes(extent_bytes / _HOST_BYTES_PER_MS)
         self.disk_times = LoadTimes(extent_bytes / _DISK_BYTES_PER_MS)
-        self._folder = Folder(is_there=parts.disk is not None, is_shared=is_shared)
+        self._folder = Folder(
+            is_there=parts.disk is not None, is_watched=is_shared or (parts.disk is not None and parts.disk.can_vanish)
+        )
         self._forgotten: set[bytes] = set()
         """Tenants whose files are to be deleted, until they are."""
         self._buffers: dict[int, Buffer] = {}
@@ -370,10 +377,10 @@ class TierStore:
                 self._order_forgetting(tag)
             self._port.scan(anew=is_anew)
 
-    def scanned(self, extents: Iterable[Extent], gone: Iterable[BlockHash], now: float, *, is_whole: bool) -> None:
+    def scanned(self, extents: Iterable[Extent], gone: Iterable[BlockHash], now: float) -> None:
         """What the folder has that was not known, and what it has no more."""
         self._folder.answered(now)
-        self._folder.scanned(now, is_whole=is_whole)
+        self._folder.scanned(now)
         if self._forgotten:
             self._folder.scan_later(now)
         self.disk.drop_all(gone)

@@ -30,7 +30,7 @@ from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.tiers.admission import Admission
 from disagg.engine.tiers.extents import chain_of, extent_keys
 from disagg.engine.tiers.loading import Loading
-from disagg.engine.tiers.sizes import extent_bytes
+from disagg.engine.tiers.sizes import extent_bytes, tier_bytes_needed, tier_sizes
 from disagg.engine.tiers.store import TierParts, TierStore
 from disagg.engine.tiers.write_queue import WriteQueue
 from disagg.proto.errors import ConfigError
@@ -54,9 +54,8 @@ def check_tiers(options: TierOptions, runner: ModelRunner, max_model_len: int, p
         raise ConfigError(f"{path}: need a block_size that divides {EXTENT_TOKENS}, not {runner.block_size}")
     if options.disk is not None and runner.tp > 1:
         raise ConfigError(f"{path}.disk: is for workers of one rank, not of {runner.tp}")
-    needed = -(-max_model_len // EXTENT_TOKENS) * extent_bytes(runner.layout, runner.tp)
-    sizes = {"host_bytes": options.host_bytes, "disk.bytes": 0 if options.disk is None else options.disk.bytes}
-    for name, size in sizes.items():
+    needed = tier_bytes_needed(runner.layout, runner.tp, max_model_len)
+    for name, size in tier_sizes(options):
         if 0 < size < needed:
             raise ConfigError(f"{path}.{name}: {size} is less than the KV of max_model_len {max_model_len}, {needed}")
 
@@ -186,8 +185,8 @@ class Tiers:
                 self._queue.took(cpu_ms, now)
             case TierRead(number, ok, ms):
                 self._store.answered(number, ok=ok, ms=ms, now=now)
-            case TierScanned(extents, gone, is_whole):
-                self._store.scanned(extents, gone, now, is_whole=is_whole)
+            case TierScanned(extents, gone):
+                self._store.scanned(extents, gone, now)
             case TierFailed(reason, of_scan):
                 self._store.folder_failed(reason, now, of_scan=of_scan)
             case TierFull(reason):

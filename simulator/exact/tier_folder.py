@@ -52,6 +52,11 @@ class TierFolder(DiskPort):
         self._is_closed = True
 
     @property
+    def can_vanish(self) -> bool:
+        """Never."""
+        return False
+
+    @property
     def has_room(self) -> bool:
         """Whether another write may be ordered."""
         return len(self._writes) < MOST_WRITES

@@ -137,7 +137,7 @@ def test_what_is_in_no_chain_is_left_in_a_shared_folder_that_is_not_full(tmp_pat
     answers.disk.write(1, SECOND, payload())
     answers.next_written()
     answers.disk.scan(anew=True)
-    assert answers.next() == TierScanned((), (), is_whole=True)
+    assert answers.next() == TierScanned((), ())
     assert len(list(tmp_path.rglob("*.kv"))) == 1
     assert answers.disk.stop(WAIT_S)
 
@@ -151,7 +151,7 @@ def test_a_scan_looks_at_so_many_files_and_says_that_there_are_more(
     answers.disk.scan(anew=True)
     scanned = answers.next()
     assert isinstance(scanned, TierScanned)
-    assert (len(scanned.extents), scanned.is_whole) == (2, False)
+    assert len(scanned.extents) == 2
     assert len(list(files.folder.rglob("*.kv"))) == 7 - 3
     assert [record.getMessage() for record in caplog.records] == [
         f"{files.folder} has more than 2 files of KV; the others are looked at later"
@@ -159,7 +159,6 @@ def test_a_scan_looks_at_so_many_files_and_says_that_there_are_more(
     answers.disk.scan(anew=False)
     scanned = answers.next()
     assert isinstance(scanned, TierScanned)
-    assert scanned.is_whole
     assert len(list(files.folder.rglob("*.kv"))) == 2
     assert answers.disk.stop(WAIT_S)
 
@@ -171,6 +170,19 @@ def test_all_files_of_a_tenant_are_deleted_whether_they_are_known_or_not(answers
     assert [answers.next_written(), answers.next_written()] == [(1, True), (2, True)]
     assert answers.next() == TierForgotten(SECOND.tag, True)
     assert [path.name for path in tmp_path.rglob("*.kv")] == [file_name(FIRST)]
+
+
+def test_an_own_folder_that_was_read_is_only_looked_at(answers: Answers, files: ExtentFiles) -> None:
+    answers.disk.scan(anew=True)
+    assert answers.next() == TierScanned(())
+    files.write(FIRST, payload())
+    answers.disk.scan(anew=False)
+    assert answers.next() == TierScanned(())
+    files.folder.rename(files.folder.with_name("moved"))
+    answers.disk.scan(anew=False)
+    assert answers.next() == TierFailed("No such file or directory", of_scan=True)
+    answers.disk.scan(anew=True)
+    assert answers.next() == TierScanned(())
 
 
 class FullFiles(ExtentFiles):

@@ -112,13 +112,43 @@ def test_a_file_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_file_of_another_cluster_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_files_of_another_secret_are_not_announced_and_deleted_in_an_own_folder(
+    tmp_path: Path, is_shared: bool
+) -> None:
     files = files_in(tmp_path / "own", format_of(secret=b"t" * 32))
     files.write(FIRST, payload())
     files.close()
-    files = files_in(tmp_path / "own")
+    files = ExtentFiles(tmp_path / "own", format_of(), is_shared=is_shared)
+    files.open()
+    assert files.scan(64).extents == []
+    assert len(list(tmp_path.rglob("*.kv"))) == is_shared
+    files.close()
+    again = files_in(tmp_path / "own", format_of(secret=b"t" * 32))
+    assert again.scan(64).extents == [FIRST] * is_shared
+    again.close()
+
+
+def test_a_file_that_was_moved_to_another_cluster_is_refused(tmp_path: Path) -> None:
+    files = files_in(tmp_path / "own", format_of(secret=b"t" * 32))
+    files.write(FIRST, payload())
+    files.close()
+    files = files_in(tmp_path / "other")
+    next(tmp_path.rglob("*.kv")).rename(tmp_path / "other" / format_of().store.hex() / file_name(FIRST))
     assert files.scan(64).extents == [FIRST]
-    assert files.read(FIRST, payload()) == "another checksum"
+    assert files.read(FIRST, payload()) == "another header"
+    files.close()
+
+
+def test_a_folder_that_was_removed_or_replaced_is_seen(tmp_path: Path) -> None:
+    files = files_in(tmp_path / "own")
+    files.look()
+    (tmp_path / "own").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError):
+        files.look()
+    files_in(tmp_path / "own").close()
+    with pytest.raises(FileNotFoundError, match="another folder is in its place"):
+        files.look()
     files.close()
 
 
