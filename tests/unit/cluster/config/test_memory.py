@@ -50,6 +50,20 @@ def test_a_cache_that_holds_no_block_is_refused(checkpoint: Path, mode: str) -> 
     assert refusal(checkpoint, {"mode": mode, "pools": {name: {"kv_cache_bytes": 1, "num_blocks": 4}}}) == ""
 
 
+@pytest.mark.parametrize("field", ["host_bytes", "disk"])
+def test_a_tier_that_does_not_hold_the_longest_sequence_is_refused(
+    checkpoint: Path, tmp_path: Path, field: str
+) -> None:
+    model = read_model_config(checkpoint)
+    needed = 2 * 128 * 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
+    for num_bytes in (needed - 1, needed):
+        tiers = {field: num_bytes if field == "host_bytes" else {"path": str(tmp_path / "kv"), "bytes": num_bytes}}
+        raw = {"model": {"path": str(checkpoint), "max_model_len": 200}, "kv_cache": {"tiers": tiers}}
+        name = "host_bytes" if field == "host_bytes" else "disk.bytes"
+        wrong = f"kv_cache.tiers.{name}: {num_bytes} is less than the KV of max_model_len 200 in pools.prefill, {needed}"
+        assert refusal(checkpoint, raw) == (wrong if num_bytes < needed else "")
+
+
 def test_the_smallest_cache_has_windows_beside_its_block(tmp_path: Path) -> None:
     path = make_checkpoint("gemma3", tmp_path)
     found = refusal(path, {"pools": {"decode": {"kv_cache_bytes": 1000}}})
