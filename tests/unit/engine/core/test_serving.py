@@ -83,7 +83,7 @@ def test_between_two_steps_of_a_stream_a_share_of_a_step_is_copied() -> None:
     core.step(0.0)
     token_ms = core._serving._token_ms = 0.2  # one block takes 3.2 ms, as that of a large model
     assert [handle_all(core, gather(number)) for number in range(4)] == [[]] * 4
-    seen = []
+    seen: list[list[int]] = []
     while core.has_work and len(seen) < 6:
         seen.append(copies(core.plan_step(0.0)))
         events = core.run_step()
@@ -107,7 +107,6 @@ def test_what_waits_is_copied_when_the_stream_ends_and_answered_where_the_prefix
     assert core.has_work
     assert core.num_alike == 0
     assert copies(core.step(0.0)) == [1, 2, 3, 4]
-    assert not core.has_work
     handle_all(core, Add(make_spec("other", make_prompt(20, seed=6), max_tokens=9)))
     core.step(0.0)
     handle_all(core, gather(5), Release(KEY))
