@@ -55,6 +55,8 @@ _TAUGHT = 384
 
 
 _MOST_FILES = 4096
+_QUIET_TURNS = 250
+"""Turns without anything after which all files are written: one takes milliseconds, more on a busy machine."""
 
 
 class SlowFiles(ExtentFiles):
@@ -141,11 +143,11 @@ class Worker:
         end = next(event for event in events if isinstance(event, Ended))
         return First(token=token.token_id, ttft_ms=ttft_ms, cached_tokens=end.cached_tokens)
 
-    def settle(self) -> None:
-        """Until the folder was read and all is written."""
+    def settle(self, quiet_turns: int = 3) -> None:
+        """Until the folder was read and all is written: nothing happens for so many turns of 2 ms."""
         until = time.monotonic() + _SETTLED_S
         quiet = 0
-        while quiet < 3 and time.monotonic() < until:
+        while quiet < quiet_turns and time.monotonic() < until:
             quiet = 0 if self._turn() or self._core.has_work or self._is_due() else quiet + 1
 
     def _is_due(self) -> bool:
@@ -198,7 +200,7 @@ class Choice:
             with self._worker(CHOSEN) as worker:
                 for length in (_TAUGHT, *self._lengths):
                     worker.ask(self._prompt(length, 0))
-                    worker.settle()
+                    worker.settle(_QUIET_TURNS)
             self._latency_s = crossing / 1e3 / 2
             self._read_s = crossing / 1e3 / 2 / (CROSSING / EXTENT_TOKENS)
             for repeat in range(self._repeats):
