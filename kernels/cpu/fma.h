@@ -69,17 +69,8 @@ class Fp32Inputs {
     const float* at_;
 };
 
-// Codes in groups; see `groups.h`. Their tiles widen a group at a time.
-template <class CODES>
-struct CodeInputs {
-    using Number = bf16;
-    using OfCodes = CODES;
-};
-
-template <class Source, class = void>
-struct AreCodes : std::false_type {};
-template <class Source>
-struct AreCodes<Source, std::void_t<typename Source::OfCodes>> : std::true_type {};
+// Codes in groups; see `groups.h` and `codes.cpp`.
+struct CodeInputs {};
 
 // Rows of fp32 numbers, `stride` apart; their depth is even, zeros behind the last input.
 struct WideRows {
@@ -138,36 +129,6 @@ void fma_tile(const WideRows& x, Source source, const char* ahead, float (*sums)
         for (int v = 0; v < VECS; ++v) store_register(sums[r] + v * REGISTER_LANES, acc[r][v]);
 }
 
-// The same for a panel of codes and the columns from `column` on.
-template <int ROWS, class CODES>
-void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, float (*sums)[COLUMNS]) {
-    constexpr int SIZE = fma_columns(ROWS), VECS = SIZE / REGISTER_LANES;
-    alignas(64) float inputs[GROUP][SIZE];
-    vr acc[ROWS][VECS];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; ++v) acc[r][v] = vr{};
-    const float* rows[ROWS];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r) rows[r] = x.at + r * x.stride;
-    for (int64_t k = 0; k < 2 * x.num_pairs; k += GROUP, panel += CODES::BYTES) {
-        widen_group<CODES, SIZE>(panel, column, inputs);
-        for (int64_t i = 0; i < GROUP; ++i)
-            add_input(acc, rows, k + i, [&](int v) { return load_register(inputs[i] + v * REGISTER_LANES); });
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; ++v) store_register(sums[r] + v * REGISTER_LANES, acc[r][v]);
-}
-
-template <class CODES, int... ROW>
-auto fma_tile_of_codes(int64_t num_rows, std::integer_sequence<int, ROW...>) {
-    static constexpr void (*TILES[])(const WideRows&, const char*, int64_t, float (*)[COLUMNS]) = {fma_tile_of_codes<ROW + 1, CODES>...};
-    return TILES[num_rows - 1];
-}
-
 template <class Source>
 using FmaTile = void (*)(const WideRows&, Source, const char*, float (*)[COLUMNS]);
 
@@ -221,24 +182,6 @@ void panel_by_fma(const Linear& args, const WideRows& x, int64_t column, const t
         }
 }
 
-// The same for a panel of codes. Several tiles share what was widened once.
-template <class CODES>
-void panel_of_codes_by_fma(const Linear& args, const WideRows& x, int64_t column, const char* panel) {
-    if (args.num_rows > MAX_FMA_ROWS) {
-        static thread_local std::vector<bf16> memory;
-        bf16* widened = at_least(memory, args.panel_size());
-        widen_panel<CODES>(panel, args.depth, widened);
-        return panel_by_fma<bf16, Bf16Inputs>(args, x, column, widened, false);
-    }
-    alignas(64) float sums[MAX_FMA_ROWS][COLUMNS];
-    const int64_t columns = fma_columns(args.num_rows);
-    for (int64_t at = 0; at < COLUMNS; at += columns) {
-        fma_tile_of_codes<CODES>(args.num_rows, std::make_integer_sequence<int, MAX_FMA_ROWS>{})(x, panel, at, sums);
-        finish<bf16>(args, 0, static_cast<int>(args.num_rows), column + at, static_cast<int>(columns / LANES),
-                     [&](int r, int v) { return load(sums[r] + v * LANES); });
-    }
-}
-
 // out[0 .. stride) = a row of x in fp32, zeros behind it.
 template <class T>
 void widen_row(const T* x, int64_t depth, float* out, int64_t stride) {
@@ -254,16 +197,14 @@ inline int64_t wide_stride(int64_t depth) {
     return (lines + 1 - lines % 2) * LANES;
 }
 
+// Those of weights that are codes; see `codes.cpp`.
+void panels_of_codes_by_fma(const Linear& args, const WideRows& x, int64_t first, int64_t end);
+
 // The panels from `first` to `end`.
 template <class T, class Source>
 void panels_by_fma(const Linear& args, const WideRows& x, int64_t first, int64_t end) {
-    if constexpr (AreCodes<Source>::value) {
-        if (args.num_rows == 0) return;
-        using CODES = typename Source::OfCodes;
-        const auto* codes = static_cast<const char*>(args.packed);
-        const int64_t panel_bytes = args.depth / GROUP * CODES::BYTES;
-        for (int64_t p = first; p < end; ++p) panel_of_codes_by_fma<CODES>(args, x, p * COLUMNS, codes + p * panel_bytes);
-        return;
+    if constexpr (std::is_same_v<Source, CodeInputs>) {
+        panels_of_codes_by_fma(args, x, first, end);
     } else {
         const auto* packed = static_cast<const typename Source::Number*>(args.packed);
         for (int64_t p = first; p < end; ++p) panel_by_fma<T, Source>(args, x, p * COLUMNS, packed + p * args.panel_size());

@@ -13,7 +13,7 @@
 // (AVX512-BF16), the code of column 8 v + c and input p of pair i is
 //   4 bits   in block i / 8, word 16 v + 2 c + p, bits 4 (i % 8)          8 bits   byte 64 i + 16 v + 2 c + p
 // elsewhere that of column c and input i is
-//   4 bits   in block i / 8, word c, bits 4 (i % 8)                       8 bits   byte 32 i + c
+//   4 bits   in block i % 4, word c, bits 4 (i / 4)                       8 bits   byte 32 i + c
 
 #pragma once
 
@@ -33,6 +33,21 @@ struct Codes {
     static constexpr int64_t BYTES = HEADER + GROUP * COLUMNS * BITS / 8;  // of a group of a panel
     static constexpr int64_t BLOCK_LINES = BYTES / 2 / 64;
 };
+
+// Registers of the scales of a group, from fp16: those of the columns from `column` on.
+inline vr load_fp16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vr)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    return (vr)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    vrh halves;
+    std::memcpy(&halves, p, sizeof halves);
+    const vru bits = __builtin_convertvector(halves, vru);
+    const vr magnitude = (vr)((bits & 0x7fffu) << 13) * splat_register(0x1p112f);
+    return (vr)((vru)magnitude | (bits & 0x8000u) << 16);
+#endif
+}
 
 // Scales and what is added to their products, of some columns of a group.
 struct Scales {
@@ -55,30 +70,61 @@ inline vr rounded_to_bf16(vr x) {
     return fma(power, -shift, fma(power, shift, x));
 }
 
-// The weights of a group and of the COUNT columns from `column` on, one input after the other.
-template <class CODES, int COUNT>
-void widen_group(const char* group, int64_t column, float (*widened)[COUNT]) {
-    constexpr int BLOCK_INPUTS = CODES::ARE_4_BITS ? 8 : 1;
-    const char* codes = group + CODES::HEADER + column * (CODES::ARE_4_BITS ? 4 : 1);
-    for (int at = 0; at < COUNT; at += REGISTER_LANES) {
-        const Scales scales = load_scales<CODES>(group, column + at);
-        const auto put = [&](int64_t input, vr code) {
-            const vr x = CODES::OF == Offset::NONE ? scales.scale * code : fma(scales.scale, code, scales.offset);
-            store_register(widened[input] + at, rounded_to_bf16(x));
-        };
-#pragma GCC unroll 4
-        for (int64_t block = 0; block < GROUP / BLOCK_INPUTS; ++block) {
-            if constexpr (CODES::ARE_4_BITS) {
-                vru words;
-                std::memcpy(&words, codes + block * 4 * COLUMNS + 4 * at, sizeof words);
+// The weights of one group, of VECS registers of columns from `column` on, one input after the other.
+template <class CODES, int VECS>
+class WideGroup {
+   public:
+    static constexpr int BLOCKS = 4, NIBBLES = GROUP / BLOCKS;
+
+    WideGroup(const char* group, int64_t column) : codes_(group + CODES::HEADER + column * (CODES::ARE_4_BITS ? 4 : 1)) {
 #pragma GCC unroll 8
-                for (int i = 0; i < BLOCK_INPUTS; ++i) put(block * BLOCK_INPUTS + i, __builtin_convertvector((vri)(words >> (4 * i) & 15u), vr));
-            } else {
-                put(block, load_register(reinterpret_cast<const int8_t*>(codes) + block * COLUMNS + at));
-            }
+        for (int v = 0; v < VECS; ++v) {
+            const Scales scales = load_scales<CODES>(group, column + v * REGISTER_LANES);
+            scale_[v] = scales.scale, offset_[v] = scales.offset;
         }
     }
-}
+
+    // Calls `use(input, weight)`, in order; `weight(v)` is a register.
+    template <class Use>
+    [[gnu::always_inline]] void each(Use use) {
+        if constexpr (CODES::ARE_4_BITS)
+            nibbles(use, std::make_integer_sequence<int, NIBBLES>{});
+        else
+            for (int64_t i = 0; i < GROUP; ++i, codes_ += COLUMNS)
+                use(i, [&](int v) { return weight(v, load_register(reinterpret_cast<const int8_t*>(codes_) + v * REGISTER_LANES)); });
+    }
+
+   private:
+    [[gnu::always_inline]] vr weight(int v, vr code) const {
+        if constexpr (CODES::OF == Offset::NONE) return rounded_to_bf16(scale_[v] * code);
+        return rounded_to_bf16(fma(scale_[v], code, offset_[v]));
+    }
+
+    // Inputs whose codes are nibble N of the blocks' words. They are multiplied where they stand, by a scale as much smaller.
+    template <int N, class Use>
+    [[gnu::always_inline]] void nibble(Use use) {
+        constexpr bool IS_LAST = N == NIBBLES - 1;  // its bits would be a sign
+        for (int64_t block = 0; block < BLOCKS; ++block)
+            use(N * BLOCKS + block, [&](int v) {
+                vru words;
+                std::memcpy(&words, codes_ + block * 4 * COLUMNS + v * 4 * REGISTER_LANES, sizeof words);
+                const vru code = IS_LAST ? words >> (4 * N) : words & (15u << (4 * N));
+                return weight(v, to_numbers((vri)code));
+            });
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; ++v) scale_[v] = scale_[v] * splat_register(N == NIBBLES - 2 ? 0x1p24f : 0x1p-4f);
+    }
+
+    template <class Use, int... N>
+    [[gnu::always_inline]] void nibbles(Use use, std::integer_sequence<int, N...>) {
+        (nibble<N>(use), ...);
+    }
+
+    static vr to_numbers(vri x) { return __builtin_convertvector(x, vr); }
+
+    const char* codes_;
+    vr scale_[VECS], offset_[VECS];
+};
 
 #ifdef __AVX512BF16__
 
@@ -154,20 +200,24 @@ void widen_panel(const char* panel, int64_t depth, bf16* widened) {
     }
 }
 
-#else
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 // A panel of codes as a bf16 panel.
 template <class CODES>
 void widen_panel(const char* panel, int64_t depth, bf16* widened) {
-    alignas(64) float inputs[GROUP][COLUMNS];
-    for (int64_t k = 0; k < depth; k += GROUP, panel += CODES::BYTES) {
-        widen_group<CODES, COLUMNS>(panel, 0, inputs);
-        for (int64_t i = 0; i < GROUP; i += 2, widened += PAIR)
-            for (int64_t c = 0; c < COLUMNS; c += REGISTER_LANES) {
-                const vru pairs = (vru)load_register(inputs[i] + c) >> 16 | (vru)load_register(inputs[i + 1] + c);
-                std::memcpy(widened + 2 * c, &pairs, sizeof pairs);
-            }
-    }
+    for (int64_t k = 0; k < depth; k += GROUP, panel += CODES::BYTES, widened += GROUP / 2 * PAIR)
+        for (int64_t c = 0; c < COLUMNS; c += REGISTER_LANES) {
+            vru evens{};
+            WideGroup<CODES, 1>(panel, c).each([&](int64_t i, auto weight) {
+                const vru bits = (vru)weight(0);
+                if (i % 2 == 0) {
+                    evens = bits >> 16;
+                } else {
+                    const vru pairs = evens | bits;
+                    std::memcpy(widened + i / 2 * PAIR + 2 * c, &pairs, sizeof pairs);
+                }
+            });
+        }
 }
 
 #endif

@@ -5,7 +5,7 @@
 //   bf16          products of matrices of bf16 (Arm's BFMMLA)      bfmmla.h    sums of four inputs at a time
 //   any           fp32 multiply-adds                               fma.h       one input after the other
 //
-// Weights are bf16, codes in groups that stand for bf16 numbers and are multiplied as those (groups.h), int8 with a scale for each
+// Weights are bf16, codes in groups that stand for bf16 numbers and are multiplied as those (groups.h, codes.cpp), int8 with a scale for each
 // column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
 // several tiles on each panel. Each output is one chain of fp32 sums along K, in the order that its way has: a row's result does
 // not depend on the rows beside it, and is the same on all processors that take the same way.
@@ -53,8 +53,7 @@ void panels_of_pairs(const Linear& args, int64_t first, int64_t end) {
 #ifdef __AMX_BF16__
     if (tiles_are_usable()) return panels_by_tiles(args, first, end);
 #endif
-    if (are_codes(args.weights))
-        return with_codes(args.weights, [&](auto codes) { panels_of_codes_by_pairs<decltype(codes)>(args, first, end); });
+    if (are_codes(args.weights)) return panels_of_codes_by_pairs(args, first, end);
 #ifdef DISAGG_INT8_PAIRS
     if (args.weights == Weights::INT8) return panels_by_pairs<int8_t>(args, first, end, panel_of_int8);
 #endif
@@ -155,8 +154,7 @@ auto with_way(Weights weights, Body body) {
 #else
     if constexpr (!are_pairs(Weights::BF16)) {
         if (weights == Weights::BF16) return body(MultiplyAdds<bf16, Bf16Inputs>{});
-        if (are_codes(weights))
-            return with_codes(weights, [&](auto codes) { return body(MultiplyAdds<bf16, CodeInputs<decltype(codes)>>{}); });
+        if (are_codes(weights)) return body(MultiplyAdds<bf16, CodeInputs>{});
     }
 #endif
     if constexpr (!are_pairs(Weights::INT8))

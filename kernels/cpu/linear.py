@@ -28,7 +28,7 @@ from disagg.kernels.quantize import Int8Weight, Quantization, quantize_int8
 COLUMNS = 32
 PRODUCT: Final = "iPqqPPqqPPq"
 """Fields of the struct that a product begins with."""
-_PACKING = 2
+_PACKING = 3
 """Version of the order within packed weights, to be increased when it changes."""
 KINDS: Final[Mapping[torch.dtype, int]] = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
 """Dtype of packed weights -> its number in the library's calls; int8 weights are bytes."""
@@ -145,7 +145,7 @@ class NativeLinear:
         elif is_byte:
             return panels.transpose(1, 2).reshape(P, G, -1)
         else:
-            words = panels.view(P, COLUMNS, G, 4, 8).permute(0, 2, 3, 1, 4)
+            words = panels.view(P, COLUMNS, G, 8, 4).permute(0, 2, 4, 1, 3)
         return (words[..., ::2] | words[..., 1::2] << 4).reshape(P, G, -1)
 
     def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:

@@ -109,78 +109,8 @@ inline void panel_of_int8(const Linear& args, int64_t column, const int8_t* pane
 
 #endif
 
-// The tile of weights that are codes in groups, of the first rows. It prefetches its own panel, from `ahead` on. Where it KEEPS, it
-// leaves what it widened, as a bf16 panel.
-template <int ROWS, int LEVEL, bool KEEPS, class CODES>
-void tile_of_codes(const Linear& args, int64_t column, const char* panel, const char* ahead, bf16* widened) {
-    const bf16* x = static_cast<const bf16*>(args.x);
-    vf acc[ROWS][VECS];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) acc[r][v] = vf{};
-    GroupSource<CODES> source(panel);
-    for (int64_t k = 0; k < args.depth; k += GROUP) {
-        source.begin_group();
-        for (int block = 0; block < source.BLOCKS; ++block, x += 2 * source.BLOCK_PAIRS) {
-            for (int64_t line = 0; line < CODES::BLOCK_LINES; ++line, ahead += LINE) prefetch<LEVEL>(ahead);
-            source.begin_block();
-#pragma GCC unroll 8
-            for (int i = 0; i < source.BLOCK_PAIRS; ++i) {
-                vru weights[VECS];
-                source.pair(i, weights);
-                if constexpr (KEEPS) {
-                    for (int v = 0; v < VECS; ++v) std::memcpy(widened + v * 2 * LANES, &weights[v], sizeof weights[v]);
-                    widened += PAIR;
-                }
-#pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) {
-                    const vru pair = splat_pair(x + r * args.x_stride + 2 * i, 2);
-#pragma GCC unroll 4
-                    for (int v = 0; v < VECS; ++v)
-                        acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)pair, (__m512bh)weights[v]);
-                }
-            }
-        }
-    }
-    finish<bf16>(args, 0, ROWS, column, VECS, [&](int r, int v) { return acc[r][v]; });
-}
-
-using TileOfCodes = void (*)(const Linear&, int64_t, const char*, const char*, bf16*);
-
-template <class CODES, int LEVEL>
-constexpr TileOfCodes TILES_OF_CODES[] = {
-    tile_of_codes<1, LEVEL, false, CODES>, tile_of_codes<2, LEVEL, false, CODES>, tile_of_codes<3, LEVEL, false, CODES>,
-    tile_of_codes<4, LEVEL, false, CODES>, tile_of_codes<5, LEVEL, false, CODES>, tile_of_codes<6, LEVEL, false, CODES>,
-    tile_of_codes<7, LEVEL, false, CODES>, tile_of_codes<8, LEVEL, false, CODES>, tile_of_codes<8, LEVEL, true, CODES>};
-constexpr int64_t MAX_ROWS_OF_CODES = 8;
-
-// More rows than the first tile's find the panel widened, in the cache.
-template <class CODES>
-void panel_of_codes(const Linear& args, int64_t column, const char* panel) {
-    static thread_local std::vector<vf> memory;
-    const auto& of_codes = PREFETCH_INTO_L2 ? TILES_OF_CODES<CODES, 2> : TILES_OF_CODES<CODES, 1>;
-    const char* ahead = panel + STREAM_AHEAD;
-    if (args.num_rows <= MAX_ROWS_OF_CODES) return of_codes[args.num_rows - 1](args, column, panel, ahead, nullptr);
-    bf16* widened = reinterpret_cast<bf16*>(at_least(memory, args.panel_size() / (2 * LANES)));
-    prefetch_outputs<bf16>(args, {0, MAX_ROWS_OF_CODES}, column);
-    of_codes[MAX_ROWS_OF_CODES](args, column, panel, ahead, widened);
-    const int64_t left = args.num_rows - MAX_ROWS_OF_CODES, tiles = num_tiles(left, MAX_ROWS);
-    for (int64_t t = 0; t < tiles; ++t) {
-        TileRows rows = rows_of(t, tiles, left);
-        rows.first += MAX_ROWS_OF_CODES;
-        prefetch_outputs<bf16>(args, rows, column);
-        tile_of<Bf16Source, 0>(rows.count)(args, rows.first, column, {widened}, nullptr);
-    }
-}
-
-template <class CODES>
-void panels_of_codes_by_pairs(const Linear& args, int64_t first, int64_t end) {
-    const int64_t panel_bytes = args.depth / GROUP * CODES::BYTES;
-    if (args.num_rows == 0) return;
-    for (int64_t p = first; p < end; ++p)
-        panel_of_codes<CODES>(args, p * COLUMNS, static_cast<const char*>(args.packed) + p * panel_bytes);
-}
+// The panels from `first` to `end` of weights that are codes; see `codes.cpp`.
+void panels_of_codes_by_pairs(const Linear& args, int64_t first, int64_t end);
 
 // The panels from `first` to `end`.
 template <class Element, class Panel>
