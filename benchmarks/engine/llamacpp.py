@@ -1,5 +1,5 @@
-"""llama.cpp as a peer of the engine's benchmark: the default model in bf16 as a GGUF file, and runs of its own
-benchmark program, which times prompts and decode steps of its engine without a server.
+"""llama.cpp as a peer of the engine's benchmark: the default model as a GGUF file, in bf16 or as it is published
+(Q4_1), and runs of its own benchmark program, which times prompts and decode steps of its engine without a server.
 
 scripts/peers/llama_cpp.sh builds the programs. Its decode figure is B x steps over the time of all steps, without
 sampling; ours has it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from disagg.cluster.models.catalog import fetch_default_gguf
 BENCH = "llama-batched-bench"
 QUANTIZE = "llama-quantize"
 GGUF_NAME = "model-bf16.gguf"
+GIVEN_NAME = "model-given.gguf"
+"""The file that the default model is imported from, whose weights `quantization: stored` computes with."""
 RUN_TIMEOUT_S = 600.0
 
 
@@ -73,8 +76,9 @@ def folder_of(folder: Path, level: str) -> Path:
     return folder.with_name(f"{folder.name}-{level}") if level else folder
 
 
-def open_llama_cpp(folder: Path) -> LlamaCpp:
-    """llama.cpp in `folder`; the model is made beside the programs, once, from the default model's own GGUF file.
+def open_llama_cpp(folder: Path, *, as_given: bool = False) -> LlamaCpp:
+    """llama.cpp in `folder`, with the default model in bf16 or `as_given`; the files are made beside the programs,
+    once, from the default model's own GGUF file.
 
     Raises:
         ValueError: if the programs are not there.
@@ -83,12 +87,15 @@ def open_llama_cpp(folder: Path) -> LlamaCpp:
     for name in (BENCH, QUANTIZE):
         if not (folder / name).is_file():
             raise ValueError(f"--llamacpp: {folder} has no {name}; scripts/peers/llama_cpp.sh builds it")
-    gguf = folder / GGUF_NAME
+    gguf = folder / (GIVEN_NAME if as_given else GGUF_NAME)
     if not gguf.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             given = fetch_default_gguf(Path(scratch), lambda text: print(text, file=sys.stderr, flush=True))
-            made = Path(scratch) / GGUF_NAME
-            _run([str(folder / QUANTIZE), "--allow-requantize", str(given), str(made), "BF16"], folder)
+            made = Path(scratch) / gguf.name
+            if as_given:
+                shutil.copyfile(given, made)
+            else:
+                _run([str(folder / QUANTIZE), "--allow-requantize", str(given), str(made), "BF16"], folder)
             made.replace(gguf)
     return LlamaCpp(folder=folder, gguf=gguf)
 

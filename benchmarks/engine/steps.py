@@ -3,6 +3,8 @@
 python -m benchmarks.engine --json FILE
 python -m benchmarks.engine --llamacpp build/peers/llama.cpp/bin      the programs of scripts/peers/llama_cpp.sh
 python -m benchmarks.engine --quantization none int8
+python -m benchmarks.engine --quantization none stored --llamacpp build/peers/llama.cpp/bin
+    `stored` beside llama.cpp with the same file (Q4_1), the others beside llama.cpp in bf16
 python -m benchmarks.engine --levels --llamacpp build/peers/llama.cpp/bin
     the same at each level of processors below this one: AVX-512 without BF16, AVX2. llama.cpp is built for the same
     levels: llama_cpp.sh FOLDER LEVEL
@@ -46,6 +48,8 @@ SHARED_BATCHES = (1, 8, 32)
 WEIGHT_BYTES: Mapping[Quantization, float] = {"none": 2.0, "stored": 0.625, "int8": 1.0, "int4": 0.625}
 SHORT: Mapping[str, str] = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "armv8-a": "neon"}
 """Levels that `--levels` measures -> what the summary calls them."""
+PeerKey = tuple[str, bool]
+"""A peer: the level of processors, and whether it has the weights of the published file, as `stored` has, or bf16."""
 PROMPT_REPEATS = 3
 PROMPTS = (1, 2)
 """How many prompts the `--input-tokens` are divided into. Two are computed together, but for their attention."""
@@ -59,6 +63,11 @@ class Kind:
     quantization: Quantization
     level: str = ""
     """Of processors, see `DISAGG_CPU_LEVEL`; empty for this very one."""
+
+    @property
+    def peer(self) -> PeerKey:
+        """The peer that it is compared with."""
+        return self.level, self.quantization == "stored"
 
     @property
     def name(self) -> str:
@@ -104,8 +113,8 @@ class Measured:
     """All repeats."""
 
     kinds: dict[Kind, list[Repeat]] = field(default_factory=dict)
-    peers: dict[str, list[list[PeerRun]]] = field(default_factory=dict)
-    """Results of the peer of each repeat, by level; empty without a peer."""
+    peers: dict[PeerKey, list[list[PeerRun]]] = field(default_factory=dict)
+    """Results of each peer in each repeat; empty without peers."""
 
 
 def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
@@ -124,22 +133,22 @@ def measure_engine(engine: Engine, options: argparse.Namespace) -> Repeat:
     return Repeat(ceilings=best_of(seen[:2]), decodes=tuple(decodes), prefills_ms=prefills_ms)
 
 
-def measure(options: argparse.Namespace, model_path: Path, peers: Mapping[str, LlamaCpp]) -> Measured:
-    """All repeats, the order turned round from one to the next. A peer of a level stands behind its engines."""
-    measured = Measured(kinds={kind: [] for kind in kinds(options)}, peers={level: [] for level in peers})
+def measure(options: argparse.Namespace, model_path: Path, peers: Mapping[PeerKey, LlamaCpp]) -> Measured:
+    """All repeats, the order turned round from one to the next. The peers of a level stand behind its engines."""
+    measured = Measured(kinds={kind: [] for kind in kinds(options)}, peers={peer: [] for peer in peers})
     with ExitStack() as stack:
         engines = {
             kind: stack.enter_context(running_engine(worker_config(kind, model_path), level=kind.level))
             for kind in measured.kinds
         }
         levels = dict.fromkeys(kind.level for kind in engines)
-        turns: list[Kind | str] = []
+        turns: list[Kind | PeerKey] = []
         for level in levels:
             turns += [kind for kind in engines if kind.level == level]
-            turns += [level] if level in peers else []
+            turns += [peer for peer in peers if peer[0] == level]
         for repeat in range(options.repeats):
             for turn in turns if repeat % 2 == 0 else reversed(turns):
-                name = turn.name if isinstance(turn, Kind) else f"llama.cpp {turn}"
+                name = turn.name if isinstance(turn, Kind) else f"llama.cpp {peers[turn].gguf.name} {turn[0]}"
                 print(f"repeat {repeat + 1}: {name} ...", file=sys.stderr, flush=True)
                 if isinstance(turn, Kind):
                     measured.kinds[turn].append(measure_engine(engines[turn], options))
@@ -219,7 +228,7 @@ def _beside_limit(works: Sequence[Work], ceilings: Sequence[Ceilings], times_ms:
 
 def _decode_beside_peer(measured: Measured, kind: Kind, index: int, batch: int) -> dict[str, float]:
     """llama.cpp's tokens/s and ours over them, where both have this batch size and as many threads."""
-    peer = measured.peers.get(kind.level)
+    peer = measured.peers.get(kind.peer)
     if not peer or batch not in SHARED_BATCHES or kind.num_threads != _peer_threads(measured):
         return {}
     theirs = [next(each.decode_tok_s for each in runs if each.batch == batch) for runs in peer]
@@ -254,7 +263,7 @@ def _prefill_row(measured: Measured, model: ModelConfig, kind: Kind, index: int,
         "tok_s": _median(tok_s),
         **_beside_limit(works, [repeat.ceilings for repeat in repeats], times_ms),
     }
-    peer = measured.peers.get(kind.level)
+    peer = measured.peers.get(kind.peer)
     if count == 1 and peer and kind.num_threads == _peer_threads(measured):
         theirs = [next(each.prefill_tok_s for each in runs if each.batch == 1) for runs in peer]
         row |= {"llamacpp_tok_s": _median(theirs), "over_llamacpp": ratio(tok_s, theirs)}
@@ -420,7 +429,11 @@ def main() -> None:
     model_path = resolve_model(options.model)
     peers = {}
     if options.llamacpp:
-        peers = {level: open_llama_cpp(folder_of(options.llamacpp, level)) for level in levels_of(options)}
+        wanted = dict.fromkeys(kind.peer for kind in kinds(options))
+        peers = {
+            (level, as_given): open_llama_cpp(folder_of(options.llamacpp, level), as_given=as_given)
+            for level, as_given in wanted
+        }
     measured = measure(options, model_path, peers)
     model = read_model_config(model_path)
     rows = decode_rows(measured, model, options.input_tokens + options.steps / 2)

@@ -102,7 +102,7 @@ def measured(level: str = "") -> Measured:
         [PeerRun(batch=1, decode_tok_s=tok_s[1] / 4, prefill_tok_s=125.0)],
     ]
     kind = Kind(num_threads=2, quantization="none", level=level)
-    return Measured(kinds={kind: repeats}, peers={level: peer})
+    return Measured(kinds={kind: repeats}, peers={(level, False): peer})
 
 
 def test_ratios_are_those_of_each_repeat() -> None:
