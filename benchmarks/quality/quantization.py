@@ -1,10 +1,12 @@
-"""What weights of 8 and 4 bits, and KV of 8, cost in accuracy: the engine with `quantization: int8`, `int4`, with
+"""What weights of 8 and 4 bits, and KV of 8, cost in accuracy: the engine with each `quantization`, with
 `kv_cache_dtype: int8` and in bf16, each against fp32, on text.
 
     python -m benchmarks.quality.quantization [--model smollm2-135m] [--tokens 512] [--json FILE] [TEXT ...]
 
 Every token of the texts (by default pages of this repository) is predicted from those before it. Printed are the
-perplexity, the mean Kullback-Leibler divergence from fp32 in nats, and how often the most likely token is another.
+perplexity, the mean Kullback-Leibler divergence from fp32 and from bf16 in nats, and how often the most likely token is
+another than in fp32. `stored` are the codes of the model's own file (of the default model Q4_1), `q8_0` is `stored` of
+the same weights after rounding to that format.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.config import Dtype, Quantization
 from disagg.engine.plan import ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
+from disagg.engine.runner.group_scales import GroupScales
 from disagg.engine.runner.model.batch import to_batch
 from disagg.engine.runner.model.decoder import Decoder
 from disagg.engine.runner.model.kv_cache import KvCache, kv_layout
-from disagg.engine.runner.model.parameters import pack_parameters
+from disagg.engine.runner.model.parameters import DenseParameters, ModelParameters, pack_parameters
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.weights import load_parameters
+from disagg.kernels.groups import GROUP, Groups
 from tests.support.reports import REPOSITORY, print_table, report, write_json
 
 TEXTS = ("README.md", "docs/architecture.md", "docs/observability.md")
@@ -44,6 +48,8 @@ class Form:
 
     dtype: Dtype
     quantization: Quantization = "none"
+    is_q8_0: bool = False
+    """Whether weights are rounded to Q8_0 first."""
     kv_dtype: Dtype | Literal["int8"] | None = None
     """None is `dtype`."""
 
@@ -51,10 +57,30 @@ class Form:
 FORMS = {
     "fp32": Form("float32"),
     "bf16": Form("bfloat16"),
+    "stored": Form("bfloat16", "stored"),
+    "q8_0": Form("bfloat16", "stored", is_q8_0=True),
     "int8": Form("bfloat16", "int8"),
     "int4": Form("bfloat16", "int4"),
     "kv int8": Form("bfloat16", kv_dtype="int8"),
 }
+
+
+def round_to_q8_0(parameters: ModelParameters, scales: GroupScales) -> None:
+    """Round the weights of a dense model to codes of 8 bits, whose scale is that of the largest number of a group, as
+    in GGUF files; the embedding too, where it is the head."""
+    weights = [parameters.lm_head_VH]
+    for layer in parameters.layers:
+        if not isinstance(layer.ffn, DenseParameters):
+            raise ValueError("q8_0 is measured of dense models")
+        weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
+    for weight in weights:
+        assert isinstance(weight, Tensor)
+        values_OGK = weight.float().unflatten(1, (-1, GROUP))
+        scale_OG = (values_OGK.abs().amax(dim=2) / 127).half()
+        groups = Groups(scale_OG, None, "none")
+        scale_OG1 = torch.where(scale_OG == 0, torch.ones_like(scale_OG), scale_OG).float()[..., None]
+        weight.copy_(groups.weight((values_OGK / scale_OG1).round_().clamp_(*groups.code_range)))
+        scales.put(weight, groups)
 
 
 class Scorer:
@@ -63,8 +89,12 @@ class Scorer:
     def __init__(self, folder: str, num_tokens: int, form: Form) -> None:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         model, dtype, device = read_model_config(folder), getattr(torch, form.dtype), torch.device("cpu")
-        parameters = load_parameters(folder, model, dtype, device)
-        pack_parameters(parameters, form.quantization)
+        scales = GroupScales() if form.quantization == "stored" and not form.is_q8_0 else None
+        parameters = load_parameters(folder, model, dtype, device, scales=scales)
+        if form.is_q8_0:
+            scales = GroupScales()
+            round_to_q8_0(parameters, scales)
+        pack_parameters(parameters, form.quantization, scales)
         layout = kv_layout(model, form.kv_dtype or form.dtype, keeps_all=True)
         cache = KvCache(layout, num_blocks, BLOCK_SIZE, device)
         self._decoder = Decoder(model, parameters, RopeTables(model, num_tokens, dtype, device), cache)
@@ -82,15 +112,20 @@ class Scorer:
         return logits_TV.float().log_softmax(-1)
 
 
+def divergence(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """The mean divergence of all tokens, in nats."""
+    each = [(true.exp() * (true - log)).sum(-1) for true, log in zip(exact, found, strict=True)]
+    return float(torch.cat(each).mean())
+
+
 def compare(exact: Sequence[Tensor], found: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> dict[str, float]:
     """The three figures, over all texts."""
     pairs = list(zip(exact, found, texts, strict=True))
     losses = [-log[:-1].gather(1, torch.tensor(ids[1:])[:, None]) for _, log, ids in pairs]
-    divergences = [(true.exp() * (true - log)).sum(-1) for true, log, _ in pairs]
     others = [(true.argmax(-1) != log.argmax(-1)).float() for true, log, _ in pairs]
     return {
         "perplexity": math.exp(float(torch.cat(losses).mean())),
-        "divergence": float(torch.cat(divergences).mean()),
+        "divergence": divergence(exact, found),
         "other_top_token": float(torch.cat(others).mean()),
     }
 
@@ -107,25 +142,29 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     texts = [tokenizer.encode(text.read_text()).ids[: arguments.tokens] for text in arguments.texts]
     exact: list[Tensor] = []
+    bf16: list[Tensor] = []
     rows: list[dict[str, Any]] = []
     for name, form in FORMS.items():
         scorer = Scorer(folder, arguments.tokens, form)
         found = [scorer.log_probabilities(ids) for ids in texts]
         exact = exact or found
-        rows.append({"weights": name, "tokens": sum(map(len, texts)), **compare(exact, found, texts)})
+        bf16 = found if name == "bf16" else bf16
+        beside = {"from_bf16": divergence(bf16, found)} if bf16 else {}
+        rows.append({"weights": name, "tokens": sum(map(len, texts)), **compare(exact, found, texts), **beside})
     print_table(
         "Accuracy of the engine against fp32",
-        ("weights", "tokens", "perplexity", "KL (nats)", "other top token"),
+        ("weights", "tokens", "perplexity", "over bf16", "KL (nats)", "KL from bf16", "other top token"),
         [
             [
-                row["weights"], str(row["tokens"]), f"{row['perplexity']:.3f}", f"{row['divergence']:.5f}",
-                f"{row['other_top_token']:.2%}",
+                row["weights"], str(row["tokens"]), f"{row['perplexity']:.3f}",
+                f"{row['perplexity'] / rows[1]['perplexity'] - 1:+.2%}", f"{row['divergence']:.5f}",
+                f"{row['from_bf16']:.5f}" if "from_bf16" in row else "", f"{row['other_top_token']:.2%}",
             ]
             for row in rows
         ],
     )  # fmt: skip
     if arguments.json is not None:
-        names = ("perplexity", "divergence", "other_top_token")
+        names = ("perplexity", "divergence", "from_bf16", "other_top_token")
         summary = {f"{row['weights']}_{name}": row[name] for row in rows[2:] for name in names}
         write_json(arguments.json, report(rows, summary))
 
