@@ -57,8 +57,16 @@ class PoolCache(NamedTuple):
     """Adapters that each worker may load."""
 
     @property
+    def is_counted_only(self) -> bool:
+        """Whether blocks are counted and have no memory: an encoder keeps no KV."""
+        return self.model.encoder is not None
+
+    @property
     def configured_bytes(self) -> int | None:
-        """The `kv_cache_bytes` of each rank; None if the size is measured on a GPU, or given as blocks."""
+        """The `kv_cache_bytes` of each rank; None if the size is measured on a GPU, or given as blocks, or if there is
+        no KV."""
+        if self.is_counted_only:
+            return None
         size = self.pool.kv_cache_bytes
         if size == "auto":
             size = device_defaults(self.pool.device).kv_cache_bytes
@@ -74,6 +82,8 @@ class PoolCache(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of the caches of all workers with their tiers of host memory and the buffers of files, of their slots
         for adapters, and of what their experts need beside weights. A cache whose size is measured counts as 0."""
+        if self.is_counted_only:
+            return 0
         num_blocks = self.pool.num_blocks
         each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
         if each:

@@ -18,9 +18,20 @@ from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
+from tests.support.pooled_models import write_json
 from tests.support.tiny_models import make_checkpoint
 
 GIB = 1 << 30
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +82,16 @@ def test_the_smallest_cache_has_windows_beside_its_block(tmp_path: Path) -> None
     found = refusal(path, {"pools": {"decode": {"kv_cache_bytes": 1000}}})
     assert found.startswith("pools.decode.kv_cache_bytes: 1000 bytes hold no block of 16 tokens of this model, ")
     assert found.endswith(" with the windows of one sequence and one step of 512 tokens")
+
+
+def test_an_encoder_has_no_cache(checkpoint: Path, tmp_path: Path) -> None:
+    for name, content in (("config.json", BERT), ("tokenizer.json", {})):
+        write_json(tmp_path / name, content)
+    (tmp_path / "model.safetensors").write_bytes(bytes(8))
+    for size in ({"kv_cache_bytes": 1}, {"kv_cache_bytes": 64 * GIB}, {"num_blocks": 1 << 30}):
+        raw = {"mode": "colocated", "pools": {"colocated": size}}
+        assert refusal(tmp_path, raw) == ""
+        assert refusal(checkpoint, raw) != ""
 
 
 def test_caches_that_the_machine_cannot_hold_are_refused(checkpoint: Path) -> None:
