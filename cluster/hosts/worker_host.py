@@ -19,10 +19,11 @@ from disagg.cluster.core.ranks import rank_config
 from disagg.cluster.hosts.host import STOP_GRACE_S, Phases, StartError, run_child
 from disagg.cluster.hosts.rank_process import rank_processes
 from disagg.cluster.system.cores import pin_process, see_own_devices
-from disagg.cluster.system.process_tools import describe, freeze_start
+from disagg.cluster.system.process_tools import describe, freeze_start, give_way
 from disagg.connections.cluster_secret import ClusterSecret
 from disagg.connections.shell.blocking_stream import Resolve
 from disagg.decode_worker.role import DecodeRole
+from disagg.engine.checkpoint.checkpoint import is_pooled
 from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.faults.faulty import Failpoints
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
@@ -76,6 +77,8 @@ class WorkerHost:
             check_kv_stays_private(self._config)
             check_installed(self._config.transport)
             pin_process(self._config.cores)
+            if self._config.device == "cpu" and not self._config.is_fake and is_pooled(self._config.model_path):
+                give_way()  # nobody waits for each of its tokens
             info = self._worker.start()
             pin_process(self._config.cores)  # threads that libraries pinned or started otherwise
             freeze_start()

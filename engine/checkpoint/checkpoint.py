@@ -22,6 +22,8 @@ from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.checkpoint.weight_headers import header_bytes, read_header, weight_files
 from disagg.proto.errors import ConfigError
 
+MODULES = "modules.json"
+"""File of sentence-transformers that says what is done with hidden states."""
 FINGERPRINT_WINDOW_BYTES = 1 << 20
 FINGERPRINT_SAMPLE_BYTES = 512 << 20
 """Weights up to this size are hashed whole; of larger ones, windows evenly spread over each file."""
@@ -55,7 +57,7 @@ def read_config_file(file: Path) -> ModelConfig:
 def has_pooling(folder: Path) -> bool:
     """Whether a checkpoint makes vectors of hidden states, by the files of sentence-transformers. What exactly it does
     with them is the gateway's to read."""
-    file = folder / "modules.json"
+    file = folder / MODULES
     if not file.is_file():
         return False
     try:
@@ -63,6 +65,12 @@ def has_pooling(folder: Path) -> bool:
         return any(str(module["type"]).endswith(".Pooling") for module in modules)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ConfigError(f"{file}: not a list of modules, each with a type: {error}") from error
+
+
+def is_pooled(folder: str | Path) -> bool:
+    """Whether a checkpoint gives vectors or scores, and no answers: it has modules of sentence-transformers, or is a
+    BERT. Raises as `read_model_config`."""
+    return (Path(folder) / MODULES).is_file() or read_model_config(folder).gives_vectors
 
 
 def _eos_token_ids(folder: Path, fields: JsonFields) -> tuple[int, ...]:

@@ -242,3 +242,24 @@ def test_batch_scheduling_is_inherited_by_the_threads_of_a_thread() -> None:
     thread.join()
     look()
     assert policies == [os.SCHED_BATCH, os.SCHED_OTHER]
+
+
+def test_a_thread_gives_way_with_those_that_it_starts() -> None:
+    found: list[int] = []
+
+    def look() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    def start_another() -> None:
+        for _ in range(2):
+            process_tools.give_way()
+        child = threading.Thread(target=look)
+        child.start()
+        child.join()
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=start_another)
+    thread.start()
+    thread.join()
+    look()
+    assert found == [max(before, process_tools.NICENESS), before]

@@ -333,3 +333,9 @@ def test_checkpoints_are_read_without_torch() -> None:
     code = f"import sys, disagg.engine.checkpoint.checkpoint; print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_models_of_vectors_and_rerankers_are_pooled(folder: Path) -> None:
+    assert not checkpoint.is_pooled(folder)
+    (folder / checkpoint.MODULES).write_text("[]")
+    assert checkpoint.is_pooled(folder)
