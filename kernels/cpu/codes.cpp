@@ -81,9 +81,9 @@ void panel_of_codes(const Linear& args, int64_t column, const char* panel) {
 
 #else
 
-// sums[r][c] of ROWS rows and the columns from `column` on. Where it KEEPS, it leaves the weights in `kept`, a panel of fp32.
-template <int ROWS, bool KEEPS, class CODES>
-void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, float (*sums)[COLUMNS], float* kept) {
+// sums[r][c] of ROWS rows and the columns from `column` on.
+template <int ROWS, class CODES>
+void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, float (*sums)[COLUMNS]) {
     constexpr int VECS = fma_columns(ROWS) / REGISTER_LANES;
     vr acc[ROWS][VECS];
 #pragma GCC unroll 12
@@ -93,15 +93,10 @@ void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, flo
     const float* rows[ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) rows[r] = x.at + r * x.stride;
-    if (KEEPS) kept += column;
     for (int64_t k = 0; k < 2 * x.num_pairs; k += GROUP, panel += CODES::BYTES) {
         WideGroup<CODES, VECS> group(panel, column);
         group.each([&](int64_t i, auto weight) __attribute__((always_inline)) {
-            add_input(acc, rows, k + i, [&](int v) __attribute__((always_inline)) {
-                const vr weights = weight(v);
-                if constexpr (KEEPS) store_register(kept + (k + i) * COLUMNS + v * REGISTER_LANES, weights);
-                return weights;
-            });
+            add_input(acc, rows, k + i, weight);
         });
     }
 #pragma GCC unroll 12
@@ -112,34 +107,26 @@ void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, flo
 
 template <class CODES, int... ROW>
 auto fma_tile_of_codes(int64_t num_rows, std::integer_sequence<int, ROW...>) {
-    static constexpr void (*TILES[])(const WideRows&, const char*, int64_t, float (*)[COLUMNS], float*) = {
-        fma_tile_of_codes<ROW + 1, false, CODES>...};
+    static constexpr void (*TILES[])(const WideRows&, const char*, int64_t, float (*)[COLUMNS]) = {fma_tile_of_codes<ROW + 1, CODES>...};
     return TILES[num_rows - 1];
 }
 
-// The rows of the tile that leaves the weights of a panel of codes to those behind it.
-constexpr int64_t KEEPING_ROWS = MAX_FMA_ROWS / 2 + 1;
-
-// The outputs of one panel. Several tiles share what the first one widened.
+// The outputs of one panel. Several tiles share what was widened once.
 template <class CODES>
 void panel_of_codes_by_fma(const Linear& args, const WideRows& x, int64_t column, const char* panel) {
-    static thread_local std::vector<vf> memory;
+    if (args.num_rows > MAX_FMA_ROWS) {
+        static thread_local std::vector<bf16> memory;
+        bf16* widened = at_least(memory, args.panel_size());
+        widen_panel<CODES>(panel, args.depth, widened);
+        return panel_by_fma<bf16, Bf16Inputs>(args, x, column, widened, false);
+    }
     alignas(64) float sums[MAX_FMA_ROWS][COLUMNS];
-    const bool keeps = args.num_rows > MAX_FMA_ROWS;
-    float* kept = keeps ? reinterpret_cast<float*>(at_least(memory, args.depth * COLUMNS / LANES)) : nullptr;
-    const int64_t count = keeps ? KEEPING_ROWS : args.num_rows, columns = fma_columns(count);
-    const auto tile = keeps ? fma_tile_of_codes<KEEPING_ROWS, true, CODES>
-                            : fma_tile_of_codes<CODES>(count, std::make_integer_sequence<int, MAX_FMA_ROWS>{});
+    const int64_t columns = fma_columns(args.num_rows);
     for (int64_t at = 0; at < COLUMNS; at += columns) {
-        tile(x, panel, at, sums, kept);
-        finish<bf16>(args, 0, static_cast<int>(count), column + at, static_cast<int>(columns / LANES),
+        fma_tile_of_codes<CODES>(args.num_rows, std::make_integer_sequence<int, MAX_FMA_ROWS>{})(x, panel, at, sums);
+        finish<bf16>(args, 0, static_cast<int>(args.num_rows), column + at, static_cast<int>(columns / LANES),
                      [&](int r, int v) { return load(sums[r] + v * LANES); });
     }
-    if (!keeps) return;
-    Linear rest = args;
-    rest.num_rows -= count;
-    rest.out = static_cast<bf16*>(args.out) + count * args.out_stride;
-    panel_by_fma<bf16, Fp32Inputs>(rest, {x.at + count * x.stride, x.stride, x.num_pairs}, column, kept, false);
 }
 
 #endif

@@ -200,7 +200,7 @@ void widen_panel(const char* panel, int64_t depth, bf16* widened) {
     }
 }
 
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#else
 
 // A panel of codes as a bf16 panel.
 template <class CODES>
