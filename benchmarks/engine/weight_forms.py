@@ -74,7 +74,7 @@ def measure_rows(
     inputs = {size: torch.randn(rows, size).bfloat16() for size in sizes}
     times: dict[str, list[float]] = {name: [] for name in forms}
     for turn in range(turns + 1):
-        for name in forms if turn % 2 == 0 else reversed(forms):
+        for name in forms if turn % 2 == 0 else reversed(list(forms)):
             times[name].append(pass_s(forms[name], inputs))
     found = []
     for name, seconds in times.items():

@@ -75,7 +75,7 @@ def round_to_q8_0(parameters: ModelParameters, scales: GroupScales) -> None:
         weights += [layer.qkv_weight_QH, layer.o_weight_HA, layer.ffn.gate_up_weight_2IH, layer.ffn.down_weight_HI]
     for weight in weights:
         assert isinstance(weight, Tensor)
-        values_OGK = weight.float().unflatten(1, (-1, GROUP))
+        values_OGK = torch.unflatten(weight.float(), 1, (-1, GROUP))
         scale_OG = (values_OGK.abs().amax(dim=2) / 127).half()
         groups = Groups(scale_OG, None, "none")
         scale_OG1 = torch.where(scale_OG == 0, torch.ones_like(scale_OG), scale_OG).float()[..., None]
