@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client.core import Metric
 
 from disagg.gateway.metrics.family_constructors import counter, gauge, histogram, histogram_of_counts
-from disagg.proto.messages import MAX_DRAFT, STEP_SECONDS_BOUNDS, Load, WorkerInfo
+from disagg.proto.messages import MAX_DRAFT, STEP_SECONDS_BOUNDS, FetchOutcome, Load, WorkerInfo
 from disagg.router.api import STAGES, ClusterView, WorkerView
 from disagg.router.config import SPLIT, num_split
 from disagg.router.statistics import MIGRATION_OUTCOMES, RouterStats
@@ -18,6 +19,7 @@ from disagg.router.telemetry.telemetry import ANSWERED, SLOS
 
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("ready", "draining", "unreachable")
+FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 DECISIONS = (
     "pair",
     "local_prefill",
@@ -342,7 +344,7 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
         "disagg_kv_fetches",
         "Fetches of KV that a worker asked another one for.",
         ("instance", "outcome"),
-        [((id_, outcome), times) for id_, m in counters for outcome, times in sorted(m.fetches.items())],
+        [((id_, outcome), m.fetches.get(outcome, 0)) for id_, m in counters for outcome in FETCH_OUTCOMES],
     )
     yield histogram_of_counts(
         "disagg_engine_accepted_length",

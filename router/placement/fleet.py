@@ -92,8 +92,8 @@ class Fleet:
         self._versions: frozenset[Version] | None = None
         """The model versions of the present workers; None until computed again."""
         self._sources: dict[Version, WorkerSet] | None = None
-        """The workers of each model version that can give KV to others: draining ones, too, but none that is suspected.
-        None until computed again."""
+        """The workers of each model version that can give KV to others: draining ones, too, but none that is suspected,
+        and none at all where the policy weighs no fetches. None until computed again."""
         self._arithmetics: dict[WorkerId, str] | None = None
         """The arithmetic of each present worker if there are several, else empty; see `WorkerInfo.arithmetic`. None
         until computed again."""
@@ -134,7 +134,8 @@ class Fleet:
         self._groups.clear()
         for worker in present:
             self._join_bucket(worker)
-        self._longest = self._longest_new = None
+        self._longest = self._longest_new = self._sources = None
+        self._match = None
         self._openings.clear()
         self.num_releases += 1
 
@@ -612,7 +613,7 @@ class Fleet:
     def _usable_sources(self) -> dict[Version, WorkerSet]:
         if self._sources is None:
             self._sources = {}
-            for worker in self._workers.values():
+            for worker in self._workers.values() if self._policy.weighs_fetches else ():
                 if worker.fetches and not worker.is_suspected:
                     version = version_of(worker.info)
                     self._sources[version] = self._sources.get(version, 0) | worker.bit

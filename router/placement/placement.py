@@ -224,6 +224,9 @@ class Policy(Protocol):
     """Whether the cost of a pair depends on its being formed."""
     decodes: Decodes | None
     """Where answers decode, for policies that have this setting. May be changed between two placements."""
+    weighs_fetches: bool
+    """Whether its cost counts the time of a fetch from another worker. Else none is made: nobody would have compared it
+    with computing the prompt on another worker."""
     late_last: bool
     """Whether requests that can no longer meet their TTFT target go behind the others of the queue."""
     weighs_local: bool

@@ -27,6 +27,7 @@ class Simple:
     waits = False
     weighs_setup = False
     weighs_local = False
+    weighs_fetches = False
     late_last = False
     draws = False
     decodes: Decodes | None = None

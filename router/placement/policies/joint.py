@@ -52,6 +52,7 @@ class Joint:
     waits = True
     weighs_setup = True
     weighs_local = True
+    weighs_fetches = True
     late_last = False
     draws = False
     decodes: Decodes | None = None

@@ -24,6 +24,7 @@ class Given(Simple):
     waits = True
     weighs_setup = False
     weighs_local = True
+    weighs_fetches = False
 
     def __init__(self, sides: dict[Candidate, tuple[float, int, bool, int, float]]) -> None:
         self.sides = sides

@@ -156,10 +156,18 @@ def test_fetches(samples: Samples) -> None:
     assert value(samples, "disagg_kv_served_fetches_total", instance="p0") == 2
     outcomes = {
         outcome: value(samples, "disagg_kv_fetches_total", instance="p0", outcome=outcome)
-        for outcome in ("done", "refused")
+        for outcome in ("done", "refused", "failed", "late")
     }
-    assert outcomes == {"done": 3, "refused": 1}
-    assert len(samples["disagg_kv_fetches_total"]) == 2
+    assert outcomes == {"done": 3, "refused": 1, "failed": 0, "late": 0}
+
+
+def test_fetches_of_workers_that_made_none_are_counted_from_zero(samples: Samples) -> None:
+    counts = samples["disagg_kv_fetches_total"]
+    workers = {dict(labels)["instance"] for labels in samples["disagg_kv_served_fetches_total"]}
+    assert len(workers) > 1
+    assert {dict(labels)["instance"] for labels in counts} == workers
+    assert len(counts) == 4 * len(workers)
+    assert sum(counts.values()) == 4
 
 
 def test_the_tiers_of_a_worker_that_is_gone_keep_their_counts_only(samples: Samples) -> None:

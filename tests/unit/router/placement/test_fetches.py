@@ -15,6 +15,7 @@ from disagg.router.placement.fetches import MAX_SOURCES, STEPS_OF_EACH_END, WON_
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.placement.placement import Candidate, Demand
+from disagg.router.placement.policies.baselines import LeastLoaded, Prefix, RoundRobin
 from disagg.router.placement.policies.elastic import Elastic
 from disagg.router.placement.policies.joint import Joint
 from disagg.router.workers.cost_model import LinkModel
@@ -290,6 +291,25 @@ class TestSources:
         report(fleet, D0, 32)
         assert not fleet.has_other_ways
         assert prefills(fleet)["p0"].ways == ()
+
+    def test_a_policy_that_predicts_no_times_makes_no_fetch(self) -> None:
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        assert self.fetch(fleet) == D0
+        for policy in (LeastLoaded(), Prefix(), RoundRobin()):
+            fleet.configure(CONFIG, policy)
+            assert not fleet.has_other_ways
+            assert self.fetch(fleet) is None
+        fleet.configure(CONFIG, Joint(50.0, fleet.links, fleet.pairs))
+        assert self.fetch(fleet) == D0
+
+    def test_a_policy_that_predicts_no_times_counts_what_a_worker_loads_itself(self) -> None:
+        fleet = fleet_of("p0", "d0", tiers=True)
+        report_host(fleet, P0, 0, 4, 1.0)
+        fleet.configure(CONFIG, LeastLoaded())
+        candidate = prefills(fleet)["p0"]
+        assert [way.kind for way in candidate.ways] == ["compute", "host"]
+        assert candidate.ready_tokens == 512
 
     def test_workers_that_do_not_fetch_are_left_alone(self) -> None:
         fleet = fleet_of("d0")
