@@ -6,6 +6,8 @@ Placements (placements.py): whole requests through `RouterCore.handle`, for each
 P, half D) and of indexed blocks, without and with tiers of KV and fetches, each in a process of its own. The aim is
 10,000 per second with 1,000 workers.
 
+Ways (ways.py): what tiers and fetches cost a placement, as the ratio of two routers in turns: `--part ways`.
+
 Lookups (lookups.py): `PrefixIndex` against Dynamo's `RadixTree`, where the optional package
 `ai-dynamo-runtime` can be imported. It may be in another environment, which needs `msgspec` and `rich` too:
 
@@ -28,6 +30,7 @@ from typing import Any, get_args
 
 from benchmarks.router.lookups import compare_lookups, load_radix_tree
 from benchmarks.router.placements import CLOCKS, measure_placements
+from benchmarks.router.ways import WAYS, compare_ways
 from disagg.router.config import PolicyName
 from tests.support.reports import REPOSITORY, positive, print_table, report, write_json
 
@@ -44,6 +47,19 @@ def placements(options: argparse.Namespace) -> list[Row]:
                 for tiers in (False, True):
                     run = pool.submit(measure_placements, num_workers, num_blocks, *arguments, tiers=tiers)
                     rows.append(run.result())
+    return rows
+
+
+def ways(options: argparse.Namespace) -> list[Row]:
+    """One row per number of workers and of blocks, and per kind of ways; each in a process of its own. `--repeats`
+    stands for ten pairs of turns each."""
+    rows: list[Row] = []
+    for num_workers in options.workers:
+        for num_blocks in options.blocks:
+            for kind in WAYS:
+                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                    arguments = (kind, num_workers, num_blocks, 10 * options.repeats, options.policy, options.clock)
+                    rows.append(pool.submit(compare_ways, *arguments).result())
     return rows
 
 
@@ -75,6 +91,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         figures[f"placements_per_s_{name}"] = row["placements_per_s"]
         figures[f"lives_per_s_{name}"] = row["lives_per_s"]
         figures[f"submit_p99_us_{name}"] = row["submit_p99_us"]
+    for row in (row for row in rows if row["part"] == "ways"):
+        figures[f"placements_{row['ways']}_over_none_{row['workers']}"] = row["over_none"]
     ratios = [row[name] for row in rows for name in ("over_radix_tree", "over_radix_tree_cpu") if name in row]
     if ratios:
         figures["lookups_over_radixtree"] = min(ratios)
@@ -92,6 +110,18 @@ PLACEMENT_COLUMNS = (
     "longest_event_ms",
     "placed_alone",
     "resident_mib",
+)
+WAYS_COLUMNS = (
+    "ways",
+    "workers",
+    "indexed_blocks",
+    "over_none",
+    "quartiles",
+    "none_p50_us",
+    "submit_p50_us",
+    "none_p99_us",
+    "submit_p99_us",
+    "fetches",
 )
 LOOKUP_COLUMNS = (
     "mean_matched_blocks",
@@ -118,7 +148,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=["both", "placements", "lookups"], default="both")
+    parser.add_argument("--part", choices=["both", "placements", "lookups", "ways"], default="both")
     parser.add_argument("--workers", type=positive, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--blocks", type=positive, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--requests", type=positive, default=3000, help="requests of one repeat")
@@ -135,9 +165,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write the report."""
     options = parse_arguments()
-    rows = lookups(options) if options.part != "placements" else []
-    rows += placements(options) if options.part != "lookups" else []
+    rows = lookups(options) if options.part in ("both", "lookups") else []
+    rows += placements(options) if options.part in ("both", "placements") else []
+    rows += ways(options) if options.part == "ways" else []
     show("Lookups per second, 16 workers", LOOKUP_COLUMNS, [row for row in rows if row["part"] == "lookups"])
     show("Placements on one core", PLACEMENT_COLUMNS, [row for row in rows if row["part"] == "placements"])
+    show("Placements per second over those without", WAYS_COLUMNS, [row for row in rows if row["part"] == "ways"])
     if options.json is not None:
         write_json(options.json, report(rows, summary(rows)))

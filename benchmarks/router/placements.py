@@ -164,7 +164,8 @@ class Running(msgspec.Struct, eq=False, gc=False):
 
 
 class Traffic:
-    """A core and the requests in it. Owner of the clock that both see."""
+    """A core and the requests in it. Owner of the clock that both see. `fetches`: whether workers fetch from each other,
+    as by default those with `tiers` do."""
 
     def __init__(
         self,
@@ -175,6 +176,7 @@ class Traffic:
         seed: int = 0,
         *,
         tiers: bool = False,
+        fetches: bool | None = None,
     ) -> None:
         self.holdings = Holdings(num_workers, num_blocks, seed, tiers=tiers)
         self.core = RouterCore(RouterConfig(policy=policy, num_traces=1000), GatewayId("g0"))
@@ -184,7 +186,7 @@ class Traffic:
         self._clock_ns = clock_ns
         self.num_finished = 0
         self.num_placed_alone = self.num_fetches = 0
-        self._tiers = tiers
+        self._tiers, self._fetches = tiers, tiers if fetches is None else fetches
         self._num_requests = 0
         self._sequences: defaultdict[WorkerId, int] = defaultdict(int)
         self._running: dict[RequestId, Running] = {}
@@ -260,7 +262,7 @@ class Traffic:
             max_model_len=16384,
             calibration=_CALIBRATION,
             tiers=("host", "disk") if self._tiers and role == "prefill" else (),
-            fetches=self._tiers,
+            fetches=self._fetches,
         )
         self._handle("up", events.WorkerUp(info))
         self._report("snapshot", worker_id, self.holdings.snapshot(worker_id))

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
+from disagg.proto.ids import WorkerId
 from disagg.proto.messages import EXTENT_TOKENS, TierName
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, FetchPlan
@@ -27,6 +29,7 @@ from disagg.router.workers.worker import Worker
 
 WON_BY, WON_BY_MS = 1.1, 5.0
 """A load or a fetch must save more than the time it takes by this factor, and these milliseconds more."""
+_WON_BEYOND = WON_BY - 1.0
 MAX_HOLDERS, MAX_SOURCES = 4, 2
 """Most workers with the longest prefixes among which sources are looked for, and most sources that are compared."""
 STEPS_OF_EACH_END = 2
@@ -47,6 +50,8 @@ class Source(NamedTuple):
     """Milliseconds of a step there, see `step_ms`."""
     load_ms: float
     """Milliseconds to load what is in host memory only."""
+    formed: AbstractSet[WorkerId]
+    """The workers with which it has a connection for fetches."""
 
 
 def step_ms(worker: Worker) -> float:
@@ -57,7 +62,7 @@ def step_ms(worker: Worker) -> float:
     return worker.token_ms if worker.num_decodes else 0.0
 
 
-def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]]) -> Sequence[Source]:
+def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]], links: FetchLinks) -> Sequence[Source]:
     """The best sources among workers, the numbers of leading blocks that each has in its device cache, and of leading
     extents in host memory: the deepest, and of those that are as deep the ones that send soonest."""
     limit = max_cached_tokens(demand.num_tokens) // EXTENT_TOKENS
@@ -67,7 +72,8 @@ def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]]) -> 
         if (end := min(limit, num_host)) > num_extents and "host" in worker.extent_ms:
             num_extents, load_ms = end, _load_ms(worker, "host", end - num_extents)
         if num_extents:
-            found.append(Source(worker, num_extents * EXTENT_TOKENS, step_ms(worker), load_ms))
+            formed = links.formed_with(worker.worker_id)
+            found.append(Source(worker, num_extents * EXTENT_TOKENS, step_ms(worker), load_ms, formed))
     if len(found) > 1:
         found.sort(key=lambda source: (-source.tokens, source.step_ms + source.load_ms, source.worker.num_decodes))
     return found[:MAX_SOURCES]
@@ -93,20 +99,23 @@ def plan_fetch(
         if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
             best, best_ms, own_ms = load, ready_ms, max(wait_ms, load.ms) + load.prefill_ms
     if may_fetch:
-        own_step_ms, best_ms = step_ms(worker), math.inf
+        own_step_ms, best_ms, worker_id = step_ms(worker), math.inf, worker.worker_id
         for source in sources:
             if source.tokens <= cached or source.worker is worker:
                 continue
             before_ms = STEPS_OF_EACH_END * (source.step_ms + own_step_ms) + source.load_ms
-            before_ms += links.setup_ms(source.worker.worker_id, worker.worker_id)
+            if worker_id not in source.formed:
+                before_ms += links.pair_setup_ms
+            begin_ms, margin_ms = before_ms if before_ms > wait_ms else wait_ms, before_ms * _WON_BEYOND + WON_BY_MS
+            if own_ms - begin_ms <= margin_ms:  # Even if nothing were left to compute: mostly a connection not formed.
+                continue
             rest_ms = prefill_ms(worker, source.tokens, num_tokens)
-            least_ms = (before_ms if before_ms > wait_ms else wait_ms) + rest_ms
-            if own_ms - least_ms <= before_ms * (WON_BY - 1.0) + WON_BY_MS:
+            if own_ms - (begin_ms + rest_ms) <= margin_ms:
                 continue
             fetch = _fetch(demand, candidate, source, links, before_ms, rest_ms)
             ways.append(fetch)
             cost_ms = max(wait_ms, fetch.ms) + rest_ms + fetch.delay_ms
-            if cost_ms < best_ms and own_ms - cost_ms > fetch.ms * (WON_BY - 1.0) + WON_BY_MS:
+            if cost_ms < best_ms and own_ms - cost_ms > fetch.ms * _WON_BEYOND + WON_BY_MS:
                 best, best_ms = fetch, cost_ms
     if ways:
         compute = FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms)

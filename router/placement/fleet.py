@@ -656,7 +656,7 @@ class Fleet:
             most = blocks.get(worker_id) or matched.blocks_of(worker.bit)
             num_reported = self.index.num_reported(worker_id, matched.hashes, most)
             holders.append((worker, num_reported, in_host.get(worker_id, 0)))
-        return best_sources(demand, holders) if holders else ()
+        return best_sources(demand, holders, self.fetch_links) if holders else ()
 
     def _prefill_buckets(self) -> Iterator[WorkerBucket]:
         for group in self._groups.values():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from itertools import combinations
 from statistics import median
 
@@ -89,6 +90,8 @@ class FetchLinks:
         self._hand_overs = hand_overs
         self._has_observed = False
         self._pairs = Pairs(config)
+        self.pair_setup_ms = config.pair_setup_ms
+        """Milliseconds until a connection is formed; read only."""
         self._shunned: dict[tuple[WorkerId, WorkerId], float] = {}
         """Pairs that are not to be used, and until when; the one noted first is first."""
         self._recent: dict[tuple[WorkerId, WorkerId], _Recent] = {}
@@ -106,6 +109,11 @@ class FetchLinks:
     def setup_ms(self, source: WorkerId, needy: WorkerId) -> float:
         """Milliseconds until the connection is formed; 0 where it is."""
         return self._pairs.setup_ms(source, needy)
+
+    def formed_with(self, source: WorkerId) -> AbstractSet[WorkerId]:
+        """The workers with which a source has a connection; valid until the next change. For others, `pair_setup_ms`
+        come before the transfer."""
+        return self._pairs.formed_with(source)
 
     def expire(self, now: float) -> None:
         """Forget connections that were not used for long. To be called before predictions."""
