@@ -164,8 +164,8 @@ class Running(msgspec.Struct, eq=False, gc=False):
 
 
 class Traffic:
-    """A core and the requests in it. Owner of the clock that both see. `fetches`: whether workers fetch from each other,
-    as by default those with `tiers` do."""
+    """A core and the requests in it. Owner of the clock that both see. `fetches`: whether workers fetch from each
+    other, as by default those with `tiers` do."""
 
     def __init__(
         self,
