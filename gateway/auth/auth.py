@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -139,6 +139,10 @@ class Authenticator(Protocol):
         """
         ...
 
+    def tenants(self) -> Collection[str] | None:
+        """The names of all tenants; the empty one for callers without a key. None where every name may be one."""
+        ...
+
 
 class AnonymousAccess(Authenticator):
     """Implements `Authenticator` where neither keys nor client certificates are configured."""
@@ -157,6 +161,10 @@ class AnonymousAccess(Authenticator):
         if tenant or credential:
             raise RefusedError("unknown")
         return self._caller
+
+    @override
+    def tenants(self) -> Collection[str]:
+        return ("",)
 
 
 _ONE_OF_SEVERAL: Final = TenantLimits(is_sole=False, max_priority=0)
@@ -178,6 +186,10 @@ class CertificateNames(Authenticator):
         if credential not in (None, _CERTIFICATE + tenant):
             raise RefusedError("certificate")
         return self.authenticate(None, tenant)
+
+    @override
+    def tenants(self) -> None:
+        return None
 
 
 class ApiKey(NamedTuple):
@@ -218,6 +230,10 @@ class ApiKeys(Authenticator):
     def limits(self) -> dict[str, TenantLimits]:
         """Limits of each tenant, by its name."""
         return {caller.tenant: caller.limits for caller in self._callers()}
+
+    @override
+    def tenants(self) -> Collection[str]:
+        return {caller.tenant for caller in self._callers()}
 
     def take(self, other: ApiKeys) -> None:
         """Use the keys of `other` instead, from the next call on. From any thread."""

@@ -14,6 +14,7 @@ On a gateway without keys that others can reach, callers on this machine are adm
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Collection
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -62,6 +63,10 @@ class Rights:
                 "set gateway.api_keys in its configuration"
             )
         raise PermissionDeniedError("this needs a key with the scope admin")
+
+    def tenants(self) -> Collection[str] | None:
+        """The names of all tenants; None where every name may be one. For admins."""
+        return None if self._authenticator is None else self._authenticator.tenants()
 
     def caller(self, context: Context) -> Caller:
         """The caller of the running call, with its rights here."""

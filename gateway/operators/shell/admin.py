@@ -33,6 +33,7 @@ from disagg.gateway.operators.history import Sample, sample_of
 from disagg.gateway.operators.load_codec import encode_arrival
 from disagg.gateway.operators.requests_list import FoundRequests, RequestFilter, request_line
 from disagg.gateway.operators.shell.state_feed import StateFeed
+from disagg.gateway.operators.unknown_tenants import unknown_tenant
 from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
@@ -209,6 +210,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def ForgetTenant(self, request: pb.ForgetTenantRequest, context: Context) -> pb.ForgetTenantResponse:
         async with abort_on_error(context), self._change(context, f"forget tenant {request.tenant[:MAX_CHARS]}"):
             told = self._router.forget(request.tenant)
+            if problem := unknown_tenant(request.tenant, self._rights.tenants()):
+                missed = sorted(worker_id for worker_id, is_told in told.items() if not is_told)
+                unreached = f" but {', '.join(missed)}" if missed else ""
+                raise InvalidRequestError("tenant", f"{problem}; all workers{unreached} drop what they may have of it")
             return pb.ForgetTenantResponse(
                 workers=sorted(worker_id for worker_id, is_told in told.items() if is_told),
                 missed=sorted(worker_id for worker_id, is_told in told.items() if not is_told),

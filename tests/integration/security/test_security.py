@@ -220,6 +220,13 @@ async def test_what_only_an_admin_may(folder: Path, keys: str, name: str) -> Non
                 assert name not in ("ListRequests", "GetLoad", "GetShape", "ForgetTenant")
 
 
+async def test_forgetting_a_tenant_that_no_key_has_fails(folder: Path, keys: str) -> None:
+    async with keyed(folder, keys) as (server, _), AsyncClient(server.address, KEY_ADMIN) as client:
+        await client.forget("a")
+        with pytest.raises(InvalidRequestError, match=r"^tenant: no key has the tenant 'aa'; similar: a; all workers"):
+            await client.forget("aa")
+
+
 async def test_requests_are_seen_by_their_tenant_and_admins(folder: Path, keys: str) -> None:
     async with keyed(folder, keys) as (server, router):
         router.traces[RequestId("r")] = RequestTrace(request_id=RequestId("r"), tenant="a", stages={"tokenize": 0.0})
