@@ -147,8 +147,8 @@ class AsyncClient(ClientBase):
 
     async def forget(self, tenant: str) -> tuple[list[str], list[str]]:
         """Have all workers drop the KV that they keep of a tenant, in memory and in files, except what running
-        sequences use. Returns the workers that were told, and those that were not reached and may still have some. Raises
-        `InvalidRequestError` after that for a tenant that no key has: the name may be misspelt."""
+        sequences use. Returns the workers that were told, and those that were not reached and may still have some.
+        Raises `InvalidRequestError` after that for a tenant that no key has: the name may be misspelt."""
         return await self._run(self._calls.forget(tenant))
 
     async def add_adapter(self, name: str, path: str, base: str = "") -> tuple[Adapter, list[str]]:
