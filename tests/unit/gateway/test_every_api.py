@@ -69,6 +69,9 @@ class OneKey:
 
     takes_certificates = False
 
+    def tenants(self) -> tuple[str, ...]:
+        return ("",)
+
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         if authorization != "Bearer k":
             raise RefusedError("unknown")

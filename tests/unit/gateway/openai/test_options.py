@@ -26,6 +26,9 @@ class OneTenant:
 
     takes_certificates = False
 
+    def tenants(self) -> tuple[str, ...]:
+        return ("t",)
+
     def __init__(self, max_priority: int | None) -> None:
         self._caller = Caller("t", False, TenantLimits(is_sole=False, max_priority=max_priority))
 

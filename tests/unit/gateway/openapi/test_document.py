@@ -35,6 +35,9 @@ class OneKey:
 
     takes_certificates = False
 
+    def tenants(self) -> tuple[str, ...]:
+        return ("tenant",)
+
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         if authorization != "Bearer secret":
             raise RefusedError("unknown")

@@ -27,6 +27,9 @@ class Keyed:
 
     takes_certificates = False
 
+    def tenants(self) -> tuple[str, ...]:
+        return (CALLER.tenant,)
+
     def authenticate(self, authorization: str | None, certificate: str = "") -> Caller:
         return CALLER
 
