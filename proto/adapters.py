@@ -20,6 +20,8 @@ def name_problem(name: str) -> str:
         return f"has 1 to {MAX_NAME_CHARS} characters, not {len(name)}"
     if not name.isprintable() or name != name.strip():
         return "has printable characters only, and no space at its ends"
+    if not {".", ".."}.isdisjoint(name.split("/")):
+        return "has no part that is . or .., which paths of URLs cannot have"
     return ""
 
 

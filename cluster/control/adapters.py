@@ -83,8 +83,8 @@ class AdapterControl:
         self._publish = publish
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._must_publish = False
-        """Whether a change of the configuration is not published yet."""
+        self._num_changes = self._num_published = 0
+        """Changes of the registry, and how many of them are saved and published."""
 
     def start(self) -> None:
         """Begin to check adapters of the configuration."""
@@ -100,7 +100,7 @@ class AdapterControl:
 
     def follow_file(self) -> None:
         """Take the adapters of the present configuration."""
-        self._must_publish |= self.adapters.follow(self._bases())
+        self._num_changes += self.adapters.follow(self._bases())
 
     async def control(self, request: AdapterRequest) -> ControlReply:
         """Reply to an operator's request."""
@@ -142,9 +142,16 @@ class AdapterControl:
         return reply
 
     async def _changed(self) -> AdapterList:
-        """Save and publish the registry, and return it."""
+        """Save and publish the registry, which was changed, and return it. Where that fails, it is tried again."""
+        self._num_changes += 1
+        return await self._publish_all()
+
+    async def _publish_all(self) -> AdapterList:
+        num_changes = self._num_changes
         await self._save()
-        return self._list(await self._publish())
+        notes = await self._publish()
+        self._num_published = max(self._num_published, num_changes)
+        return self._list(notes)
 
     async def _forget(self, removed: Sequence[AdapterRecord]) -> None:
         """Tell workers of contents that no name stands for any more."""
@@ -166,10 +173,9 @@ class AdapterControl:
         again_at = loop.time() + AGAIN_S
         while True:
             try:
-                if self._must_publish:
-                    self._must_publish = False
+                if self._num_published < self._num_changes:
                     async with self._lock:
-                        await self._changed()
+                        await self._publish_all()
                 is_again = loop.time() >= again_at
                 if is_again:
                     again_at = loop.time() + AGAIN_S

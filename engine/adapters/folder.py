@@ -195,6 +195,9 @@ def _file(place: Path, folder: str, name: str, max_bytes: int) -> Path:
     return file
 
 
+LARGEST: Final = 65504.0
+"""Largest number of a tensor and of the scale: that of fp16. Products with larger ones are not finite."""
+
 _MEANINGLESS = (
     "task_type", "base_model_name_or_path", "revision", "inference_mode", "target_modules", "exclude_modules",
     "lora_dropout", "layers_to_transform", "layers_pattern", "auto_mapping", "peft_version", "megatron_core",
@@ -213,6 +216,8 @@ def _config(file: Path, max_rank: int) -> AdapterConfig:
     if rank > max_rank:
         raise fields.error(f"`r` is {rank}, more than adapters.max_rank ({max_rank})")
     config = AdapterConfig(rank, fields.number("lora_alpha"), fields.boolean("use_rslora", False))
+    if not 0.0 < config.scale <= LARGEST:
+        raise fields.error(f"`lora_alpha` makes a scale of {config.scale:g}; it is above 0 and at most {LARGEST:.0f}")
     if (bias := fields.value("bias")) not in (None, "none"):
         raise fields.error(f"`bias` is {bias!r}: biases of adapters are not supported")
     start = fields.value("init_lora_weights")

@@ -22,7 +22,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: the file is missing") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must hold a JSON object")

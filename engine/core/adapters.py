@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.engine.plan import LoadedAdapter
+from disagg.engine.plan import LoadedAdapter, is_fatal
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import Adapter, AdapterState, EndReason
 
@@ -89,7 +89,13 @@ class Adapters:
         assert slot.loaded is None, "a slot is read into once"
         keys = [key for key in self._waiting if key in slot.users]
         if loaded is not None:
-            self._put(number, loaded)
+            try:
+                self._put(number, loaded)
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                loaded, reason, detail = None, "refused", f"not put into its slot: {error!r}"
+        if loaded is not None:
             slot.loaded, slot.load_ms = loaded, (now - slot.ordered_at) * 1e3
             outcomes = [Outcome(key) for key in keys]
         else:
@@ -122,7 +128,11 @@ class Adapters:
             return 0.0
         if not self._waiting and (slot := self._free_slot()) is not None:
             self._take_slot(slot, adapter, loaded.fingerprint)
-            self._put(slot.number, loaded)
+            try:
+                self._put(slot.number, loaded)
+            except Exception:
+                self._clear(slot)
+                raise
             slot.loaded, slot.load_ms = loaded, load_ms
         return load_ms
 

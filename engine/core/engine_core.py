@@ -557,9 +557,9 @@ class EngineCore:
         if sequence is not None and sequence.is_prefix and (self._serving or self._scheduler.running):
             self._serving.add(command)
             return []
-        return self._copy(command)
+        return self._copy(command, self.planned)
 
-    def _copy(self, command: Gather) -> list[Event]:
+    def _copy(self, command: Gather, plan: StepPlan) -> list[Event]:
         key, start, end = command.key, command.start, command.end
         sequence = self._scheduler.sequences.get(key)
         if sequence is None or not self._has(sequence, command.group, start, end):
@@ -572,17 +572,21 @@ class EngineCore:
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
         if isinstance(begun, int):
-            most_tokens = self._most_to_copy() if sequence.is_prefix else 0
+            most_tokens = self._most_to_copy(plan) if sequence.is_prefix else 0
             return [Gathered(key, command.seq, ok=True, checksum=begun, most_tokens=most_tokens)]
         return [Gathering(key, command.seq, begun)]
 
-    def _most_to_copy(self) -> int:
-        """Tokens that the next copy of a prefix may have beside the sequences that run; 0 where none do."""
+    def _most_to_copy(self, plan: StepPlan) -> int:
+        """Tokens that the next copy of a prefix may have beside the sequences that run, of which some decode, or the
+        next step is this one; 0 where none run."""
         running = self._scheduler.running
         if not running:
             return 0
         decoding = [sequence.num_tokens for sequence in running.values() if sequence.is_decoding]
-        step_ms = self._model.coefficients.ms_of(0, 0, max(1, len(decoding)), sum(decoding))
+        if decoding:
+            step_ms = self._model.coefficients.ms_of(0, 0, len(decoding), sum(decoding))
+        else:
+            step_ms = self._model.coefficients.step_ms(plan.measured(0.0))
         return self._serving.most_tokens(step_ms)
 
     def _serve(self, plan: StepPlan) -> list[Event]:
@@ -590,7 +594,7 @@ class EngineCore:
         if not self._serving:
             return []
         step_ms = self._model.coefficients.step_ms(plan.measured(0.0)) if self._scheduler.running else math.inf
-        return [event for gather in self._serving.take(step_ms) for event in self._copy(gather)]
+        return [event for gather in self._serving.take(step_ms) for event in self._copy(gather, plan)]
 
     def _due_from(self, sequence: Sequence, group: int) -> int:
         """The first token whose KV of a cache group arrives for a reserved sequence."""

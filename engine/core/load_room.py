@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.request import Sequence, SequenceState
 
-GROWTH_BLOCKS = 2
-"""Blocks that each sequence that runs may need while a prefix is loaded."""
+GROWTH_BLOCKS = 8
+"""Blocks that each sequence that runs, or for which there is a reservation, may need while a prefix is loaded."""
 
 
 def load_room(scheduler: Scheduler, sequence: Sequence, matched: Seq[int], num_taken: int = 0) -> int:
@@ -22,7 +22,8 @@ def load_room(scheduler: Scheduler, sequence: Sequence, matched: Seq[int], num_t
     blocks = scheduler.blocks
     num_free = max(0, blocks.available_after_lock(matched))
     half = max(0, (num_free + num_taken) // 2 - num_taken)
-    others = (each for each in scheduler.sequences.values() if each is not sequence)
+    others = [each for each in scheduler.sequences.values() if each is not sequence]
     if len(scheduler.waiting) or any(each.state is SequenceState.LOADING and each.loading_tokens for each in others):
         return half
-    return max(half, num_free - blocks.num_watermark_blocks - GROWTH_BLOCKS * len(scheduler.running))
+    num_growing = len(scheduler.running) + sum(each.state is SequenceState.RESERVED for each in others)
+    return max(half, num_free - blocks.num_watermark_blocks - GROWTH_BLOCKS * num_growing)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disagg.engine.adapters.folder import AdapterError, AdapterFolder, Fingerprint, open_adapter, read_tensors
+from disagg.engine.adapters.folder import LARGEST, AdapterError, AdapterFolder, Fingerprint, open_adapter, read_tensors
 from disagg.engine.adapters.modules import Module, ProductName, largest_file, modules_of, product_sizes
 from disagg.engine.checkpoint.families.registry import family_of
 from disagg.engine.checkpoint.model_config import ModelConfig
@@ -149,9 +149,11 @@ def _numbers(name: str, entry: TensorEntry, data: bytearray, dtype: torch.dtype)
     """The numbers of a tensor in the model's dtype.
 
     Raises:
-        AdapterError: some are not finite, or not in that dtype.
+        AdapterError: some are not finite, or not in that dtype, or larger than `LARGEST`.
     """
     numbers = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(entry.shape).to(dtype)
     if not bool(torch.isfinite(numbers).all()):
         raise AdapterError("content", f"tensor {name} has numbers that are not finite")
+    if float(numbers.abs().amax()) > LARGEST:
+        raise AdapterError("content", f"tensor {name} has numbers above {LARGEST:.0f}")
     return numbers

@@ -204,7 +204,7 @@ class EngineThread:
         while rounds and self._handle_arrived():
             rounds -= 1
         started = self._clock()
-        planned = self._core.plan_step(started)
+        planned = self._watched(self._core.plan_step(started))
         self._expected_s = self._core.expected_s
         if planned or (self._core.planned.prefills and (self._kept_events or self._kept_steps)):
             self._deliver_all(planned)
@@ -280,8 +280,10 @@ class EngineThread:
         return events
 
     def _handle(self, command: Command, posted_at: float) -> list[Event]:
-        """Without copies that were only begun: their answers come by themselves."""
-        events = self._core.handle(command, posted_at)
+        return self._watched(self._core.handle(command, posted_at))
+
+    def _watched(self, events: list[Event]) -> list[Event]:
+        """The events without copies that were only begun: their answers come by themselves."""
         for event in events:
             if isinstance(event, Gathering):
                 self._copies.watch(event)

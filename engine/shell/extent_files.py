@@ -185,8 +185,14 @@ class ExtentFiles:
             (self._files / file_name(extent)).unlink(missing_ok=True)
 
     def forget(self, tag: bytes) -> None:
-        """Delete all files of a tenant. Raises `OSError` where that is impossible."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._files) as entries:
+        """Delete all files of a tenant, of whatever model and cluster. Raises `OSError` where that is impossible."""
+        with contextlib.suppress(FileNotFoundError):
+            stores = [path for path in self.folder.iterdir() if _STORE.fullmatch(path.name) and not path.is_symlink()]
+            for store in stores:
+                self._forget_in(store, tag)
+
+    def _forget_in(self, store: Path, tag: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(store) as entries:
             for entry in entries:
                 extent = extent_of(entry.name)
                 if extent is not None and extent.tag == tag:

@@ -43,6 +43,8 @@ class Folder:
         """The reason that was logged last; empty once the folder was good after that."""
         self._scan_at = -math.inf if is_there else math.inf
         self._is_scanning = False
+        self._needs_whole = self._scans_whole = True
+        """Nothing is known of the folder any more, so the next scan, or the one under way, has to tell all of it."""
         self._is_silent = False
         """It was turned off because it did not answer."""
         self._num_open = 0
@@ -71,11 +73,17 @@ class Folder:
         """When `look` has something to do; infinite for never."""
         return min(self._scan_at, self._silent_at)
 
+    @property
+    def scans_whole(self) -> bool:
+        """Whether the scan that was ordered last is to tell all files, not only those that were not told."""
+        return self._scans_whole
+
     def may_scan(self, now: float) -> bool:
         """Whether to order a scan now; it counts as ordered then."""
         if not self._is_there or self._is_scanning or now < self._scan_at:
             return False
         self._scan_at, self._is_scanning = math.inf, True
+        self._scans_whole = self._needs_whole
         self.ordered(now)
         return True
 
@@ -87,6 +95,7 @@ class Folder:
         minutes, seconds = divmod(int(wall_s - (now - self._silent_since)) % 86_400, 60)
         since = f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
         self._off_reason, self._is_silent = f"no answer since {since} UTC", True
+        self._needs_whole = True
         _log.warning("the disk tier of the KV is off: %s; it is on again when the disk answers", self._off_reason)
         self._scan_at = now
         return True
@@ -115,13 +124,19 @@ class Folder:
         self._num_open -= 1
         self._silent_since = now if self._num_open else math.inf
 
-    def scanned(self, now: float) -> None:
-        """The folder was read, or looked at."""
+    def scanned(self, now: float) -> bool:
+        """The folder was read, or looked at. Returns False where it had to be dropped meanwhile: what a look tells then
+        is not all, so the folder stays off until it was scanned anew."""
+        if self._needs_whole and not self._scans_whole:
+            self._is_scanning, self._scan_at = False, now
+            return False
+        self._needs_whole = False
         if self._is_silent:
             _log.info("the disk tier of the KV is on again, the disk answers")
         self._is_scanning = self._is_silent = False
         self._off_reason = ""
         self._scan_at = now + SCANNED_AGAIN_S if self._is_watched else math.inf
+        return True
 
     def wrote(self) -> None:
         """A file was written."""
@@ -135,6 +150,7 @@ class Folder:
         if reason != self._failed_with:
             _log.warning("the disk tier of the KV is off: %s; it is tried again every %.0f s", reason, TRIED_AGAIN_S)
         self._off_reason = self._failed_with = reason
+        self._needs_whole = True
         self._is_silent = False
         self._is_scanning = self._is_scanning and not of_scan
         self._scan_at = now + TRIED_AGAIN_S

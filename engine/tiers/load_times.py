@@ -44,7 +44,11 @@ class LoadTimes:
         if is_first and self._has_later:
             latency_ms = max(0.0, ms - self._mean_ms)
             before_ms = self._latency_ms
-            self._latency_ms = latency_ms if before_ms is None else before_ms + _WEIGHT * (latency_ms - before_ms)
+            is_trial = now > self._seen_at + TRIED_AGAIN_S
+            if before_ms is None or (is_trial and latency_ms < before_ms):
+                self._latency_ms = latency_ms
+            else:
+                self._latency_ms = before_ms + _WEIGHT * (latency_ms - before_ms)
             self._seen_at = now
             return
         if not is_first and not self._has_later:

@@ -371,16 +371,16 @@ class TierStore:
             return
         if self._folder.became_silent(now, self._wall_clock()):
             self.disk.clear()
-        is_anew = not self._folder.is_on
         if self._folder.may_scan(now):
             for tag in self._forgotten:
                 self._order_forgetting(tag)
-            self._port.scan(anew=is_anew)
+            self._port.scan(anew=self._folder.scans_whole)
 
     def scanned(self, extents: Iterable[Extent], gone: Iterable[BlockHash], now: float) -> None:
         """What the folder has that was not known, and what it has no more."""
         self._folder.answered(now)
-        self._folder.scanned(now)
+        if not self._folder.scanned(now):
+            return
         if self._forgotten:
             self._folder.scan_later(now)
         self.disk.drop_all(gone)

@@ -34,21 +34,6 @@ struct Codes {
     static constexpr int64_t BLOCK_LINES = BYTES / 2 / 64;
 };
 
-// Registers of the scales of a group, from fp16: those of the columns from `column` on.
-inline vr load_fp16(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (vr)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__F16C__)
-    return (vr)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-    vrh halves;
-    std::memcpy(&halves, p, sizeof halves);
-    const vru bits = __builtin_convertvector(halves, vru);
-    const vr magnitude = (vr)((bits & 0x7fffu) << 13) * splat_register(0x1p112f);
-    return (vr)((vru)magnitude | (bits & 0x8000u) << 16);
-#endif
-}
-
 // Scales and what is added to their products, of some columns of a group.
 struct Scales {
     vr scale, offset;

@@ -31,6 +31,10 @@ from disagg.router.workers.circuit_breakers import Leg
 
 logger = logging.getLogger(__name__)
 
+MAX_ADAPTER_REFUSALS = 4
+"""Attempts of a request that may be refused because a worker cannot load its adapter: others are tried, and waiting
+does not help."""
+
 
 class Endings:
     """Ends or requeues requests. Each method returns the commands to execute, in order.
@@ -80,7 +84,8 @@ class Endings:
             self._attempts.pair_refused(record, end, now)
         is_of_adapter = record.request.adapter is not None and end.detail.startswith(ADAPTER_DETAIL)
         can_wait = end.reason == "refused" and not (end.in_transfer or is_of_adapter) and self._attempts.refused(record)
-        error = self.retries.after_refusal(record, worker_id, end, can_wait=can_wait)
+        most = MAX_ADAPTER_REFUSALS if is_of_adapter else None
+        error = self.retries.after_refusal(record, worker_id, end, can_wait=can_wait, most=most)
         if error is not None and is_of_adapter:
             error = UnavailableError(error.detail, "adapter_unavailable")
         if error is None:

@@ -99,14 +99,15 @@ class Retries:
             record.num_failures = record.num_losses = record.num_free = 0
 
     def after_refusal(
-        self, record: RequestRecord, worker_id: WorkerId, end: End, *, can_wait: bool
+        self, record: RequestRecord, worker_id: WorkerId, end: End, *, can_wait: bool, most: int | None = None
     ) -> UnavailableError | None:
         """Count a refusal of the request's attempt, or reset the count if it was preempted or waiting helps
-        (`can_wait`). Returns the error that ends the request, or None for a retry."""
+        (`can_wait`). Returns the error that ends the request, or None for a retry. `most`: refusals that end it, if not
+        those of the configuration."""
         is_preempted = end.reason == "preempted"
         record.num_refusals = 0 if is_preempted else record.num_refusals + 1
         record.num_refusals_by_idle = 0 if is_preempted or can_wait else record.num_refusals_by_idle + 1
-        if record.num_refusals_by_idle < self.config.max_refusals and not record.is_probe:
+        if record.num_refusals_by_idle < (most or self.config.max_refusals) and not record.is_probe:
             return None
         if is_preempted:
             return UnavailableError(f"preempted on {worker_id}: {end.detail}")

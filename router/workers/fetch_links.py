@@ -96,6 +96,8 @@ class FetchLinks:
         """Pairs that are not to be used, and until when; the one noted first is first."""
         self._recent: dict[tuple[WorkerId, WorkerId], _Recent] = {}
         """Latest fetches of pairs, the pair whose first one is oldest first."""
+        self._forming: set[tuple[WorkerId, WorkerId]] = set()
+        """Pairs of which the first fetch is under way, which forms their connection."""
 
     def transfer_ms(self, source: WorkerId, needy: WorkerId, kv_bytes: int, now: float) -> float:
         """Predicted milliseconds of the transfer alone; infinite for a pair that is not to be used now."""
@@ -123,12 +125,16 @@ class FetchLinks:
         """Note a placement on `needy`, with a fetch from `source` or without one."""
         self._links.placed(source, needy, now)
         if source is not None:
+            if self._pairs.setup_ms(source, needy):
+                self._forming.add((source, needy))
             self._pairs.used(source, needy, now)
 
     def ended(
         self, source: WorkerId, needy: WorkerId, outcome: FetchOutcome, kv_bytes: int, transfer_ms: float, now: float
     ) -> None:
         """Note the end of a fetch: `kv_bytes` took `transfer_ms`, or would have taken at least that."""
+        has_formed = (source, needy) in self._forming
+        self._forming.discard((source, needy))
         if outcome != "done":
             self._shun(source, needy, now + (FAILED_S if outcome == "failed" else REFUSED_S))
         if outcome == "failed":
@@ -136,6 +142,8 @@ class FetchLinks:
         elif outcome != "refused" and kv_bytes > 0:
             self._has_observed = True
             self._links.observe(source, needy, kv_bytes, transfer_ms, now)
+            if has_formed and outcome == "done":  # Its time may be that of the connection.
+                return
             if (recent := self._recent.get((source, needy))) is None:
                 recent = self._recent[source, needy] = _Recent()
                 if len(self._recent) > MAX_PAIRS:
@@ -146,6 +154,7 @@ class FetchLinks:
         """Drop a worker that is lost."""
         self._links.forget(worker_id)
         self._pairs.forget(worker_id)
+        self._forming = {pair for pair in self._forming if worker_id not in pair}
         for pairs in (self._shunned, self._recent):
             for pair in [pair for pair in pairs if worker_id in pair]:
                 del pairs[pair]

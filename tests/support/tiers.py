@@ -43,6 +43,8 @@ class PlayedDisk(DiskPort):
         self.damaged: set[Extent] = set()
         self.read_ms = 0.01
         self.num_reads = 0
+        self._told: set[Extent] = set()
+        """What the last scan found."""
         self.deleted: list[Extent] = []
         """What was to be deleted, whether it was there or not."""
         self.orders: deque[Callable[[], list[TierAnswer]]] = deque()
@@ -52,7 +54,7 @@ class PlayedDisk(DiskPort):
         return True
 
     def scan(self, *, anew: bool) -> None:
-        self.orders.append(self._scan)
+        self.orders.append(lambda: self._scan(anew=anew))
 
     def forget(self, tag: bytes) -> None:
         self.orders.append(lambda: self._forget(tag))
@@ -78,13 +80,15 @@ class PlayedDisk(DiskPort):
     def _failed(self, *, of_scan: bool = False) -> list[TierAnswer]:
         return [TierFailed(self.error, of_scan)] if self.error else []
 
-    def _scan(self) -> list[TierAnswer]:
+    def _scan(self, *, anew: bool) -> list[TierAnswer]:
         if self.error:
             return self._failed(of_scan=True)
         found = arranged(self.files, self.most)
         for extent in found.left:
             del self.files[extent]
-        return [TierScanned(found.extents)]
+        new = tuple(extent for extent in found.extents if anew or extent not in self._told)
+        self._told = set(found.extents)
+        return [TierScanned(new)]
 
     def _forget(self, tag: bytes) -> list[TierAnswer]:
         if self.error:
@@ -123,7 +127,7 @@ class FileDisk(PlayedDisk):
         super().__init__()
         self._real = files
 
-    def _scan(self) -> list[TierAnswer]:
+    def _scan(self, *, anew: bool) -> list[TierAnswer]:
         found = arranged(self._real.scan(self.most).extents, self.most)
         self._real.delete(found.left)
         return [TierScanned(found.extents)]

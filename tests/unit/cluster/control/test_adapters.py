@@ -137,3 +137,23 @@ async def test_adapters_of_the_configuration_are_checked_when_workers_are_ready(
     while cluster.take() != ["save", "publish "]:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await cluster.control.stop()
+
+
+async def test_a_change_that_could_not_be_saved_is_published_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    failing, published = iter([OSError("disk full")]), asyncio.Event()
+
+    async def save_or_fail() -> None:
+        for error in failing:
+            raise error
+        published.set()
+
+    monkeypatch.setattr(cluster.control, "_save", save_or_fail)
+    monkeypatch.setattr(shell, "LOOK_S", 0.0)
+    with pytest.raises(OSError, match="disk full"):
+        await cluster.control.control(AddAdapter(name="sql", path="sql"))
+    assert cluster.take() == ["load sql on prefill-0, decode-0"]
+    cluster.control.start()
+    await published.wait()
+    await cluster.control.stop()
+    assert cluster.take() == ["publish sql=a"]

@@ -276,3 +276,22 @@ def test_a_spec_without_a_fingerprint_fails(world: World) -> None:
     (ended,) = world.handle(Add(world.spec("a", adapter)))
     assert isinstance(ended, Ended)
     assert ended.reason == "failed"
+
+
+def test_what_cannot_be_put_into_its_slot_leaves_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(slot: int, loaded: object) -> None:
+        raise ValueError("too large")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.core._adapters, "_put", put)
+        world.handle(Add(world.spec("a", world.adapters[0])))
+        end = end_of(world.run(), "a")
+        assert (end.reason, "not put into its slot: ValueError('too large')" in end.detail) == ("refused", True)
+        read = world.runner.read_adapter(world.adapters[0])
+        with pytest.raises(ValueError, match="too large"):
+            world.core.keep_adapter(read, world.adapters[0], 1.0)
+    assert world.core.adapters() == ()
+    world.assert_idle()
+    world.handle(*(Add(world.spec(name, each)) for name, each in zip("bc", world.adapters, strict=False)))
+    events = world.run()
+    assert [token_ids_of(events, name) for name in "bc"] == [answer(each) for each in world.adapters[:2]]

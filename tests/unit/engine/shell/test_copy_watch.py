@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from disagg.engine.commands import Add, Ended, Gather, Gathered, GatherFailed, Gathering, Release
+from disagg.engine.commands import (
+    Add,
+    Ended,
+    Gather,
+    Gathered,
+    GatherFailed,
+    Gathering,
+    Pin,
+    Pinned,
+    Release,
+    TokenSampled,
+)
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer, Copying
@@ -116,8 +127,8 @@ def test_without_a_copy_there_is_no_thread(copies: Copies) -> None:
 class CopyingRunner(FakeModelRunner):
     """Its gathers fill their buffers at once, and are over when the test says so."""
 
-    def __init__(self) -> None:
-        super().__init__(10, BLOCK, 4096, VOCAB_SIZE)
+    def __init__(self, num_blocks: int = 10, step_time_s: float = 0.0) -> None:
+        super().__init__(num_blocks, BLOCK, 4096, VOCAB_SIZE, step_time_s=step_time_s)
         self.begun: queue.SimpleQueue[PlayedCopying] = queue.SimpleQueue()
 
     def start_gather(
@@ -205,3 +216,27 @@ def test_a_stop_waits_for_the_copies_of_the_engine() -> None:
         copying = runner.begun.get(timeout=WAIT_S)
         assert not harness.thread.stop(0.05)
         copying.over.set()
+
+
+def test_a_copy_for_a_fetch_beside_a_stream_is_waited_for() -> None:
+    """It begins where a step is planned, not with its command."""
+    runner = CopyingRunner(num_blocks=400, step_time_s=0.002)
+    harness = Harness(make_core(runner=runner))
+    prompt, key = make_prompt(300), key_of("fetch")
+
+    def run_until(kind: type) -> None:
+        while not any(isinstance(event, kind) for event in harness.batches.get(timeout=WAIT_S).events):
+            pass
+
+    harness.thread.start()
+    harness.thread.post(Add(make_spec("earlier", prompt, max_tokens=1)))
+    run_until(Ended)
+    harness.thread.post(Pin(make_spec(key.request_id, prompt[:288], max_tokens=1)))
+    run_until(Pinned)
+    harness.thread.post(Add(make_spec("stream", make_prompt(20, seed=5), max_tokens=4000)))
+    run_until(TokenSampled)
+    harness.thread.post(Gather(key, 0, 0, 16, new_buffer(16)))
+    runner.begun.get(timeout=WAIT_S).over.set()
+    answer = harness.gathered.get(timeout=WAIT_S)
+    assert (answer.key, answer.seq, answer.ok) == (key, 0, True)
+    assert harness.thread.stop(WAIT_S)

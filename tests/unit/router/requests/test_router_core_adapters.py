@@ -11,6 +11,7 @@ from disagg.proto.errors import AdapterRemovedError, UnavailableError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import Adapter, AdapterState, BlocksSnapshot
 from disagg.router.config import PolicyName, RouterConfig
+from disagg.router.requests.endings import MAX_ADAPTER_REFUSALS
 from disagg.router.requests.events import AdapterRemoved
 from tests.support.placing import Placing, busy, samples
 from tests.support.router import Scenario, end_update, routed_request, worker_info, worker_report
@@ -125,7 +126,7 @@ def test_an_adapter_that_no_worker_loads_ends_the_request_with_its_reason() -> N
     scenario = Scenario("p0", "d0", config=RouterConfig(local_prefill="never", policy="joint", refusal_pause_s=0.01))
     scenario.submit(routed_request("r0", adapter=SQL))
     detail = "adapter sql: its content has changed"
-    for attempt in range(scenario.core._config.max_refusals):
+    for attempt in range(MAX_ADAPTER_REFUSALS):
         assert "r0" not in scenario.errors
         scenario.update("d0", end_update("r0", attempt, "refused", detail=detail))
         scenario.at(scenario.now + 1.0)
