@@ -127,8 +127,8 @@ def test_without_a_copy_there_is_no_thread(copies: Copies) -> None:
 class CopyingRunner(FakeModelRunner):
     """Its gathers fill their buffers at once, and are over when the test says so."""
 
-    def __init__(self, num_blocks: int = 10, step_time_s: float = 0.0) -> None:
-        super().__init__(num_blocks, BLOCK, 4096, VOCAB_SIZE, step_time_s=step_time_s)
+    def __init__(self, num_blocks: int = 10) -> None:
+        super().__init__(num_blocks, BLOCK, 4096, VOCAB_SIZE)
         self.begun: queue.SimpleQueue[PlayedCopying] = queue.SimpleQueue()
 
     def start_gather(
@@ -220,7 +220,7 @@ def test_a_stop_waits_for_the_copies_of_the_engine() -> None:
 
 def test_a_copy_for_a_fetch_beside_a_stream_is_waited_for() -> None:
     """It begins where a step is planned, not with its command."""
-    runner = CopyingRunner(num_blocks=400, step_time_s=0.002)
+    runner = CopyingRunner(num_blocks=400)
     harness = Harness(make_core(runner=runner))
     prompt, key = make_prompt(300), key_of("fetch")
 
