@@ -28,6 +28,7 @@ TRITON_OPS = (
     "gelu_tanh_mul",
     "head_squares",
     "latent_rope_write",
+    "lora_add",
     "moe_ffn",
     "paged_decode_attention",
     "paged_prefill_attention",
