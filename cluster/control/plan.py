@@ -400,6 +400,9 @@ def plan_cluster(
             dtype = resolved_dtype(options, pool.device, cpu_dtype)
             kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
             check_kv_dtype(model, kv_dtype, f"models.{key}.model." if config.models else "model.")
+            draft = _draft_of(name, pool, paths[key])
+            if draft is not None:
+                check_kv_dtype(draft, kv_dtype, f"{pool_path(name)}.speculation.model: model.")
             weight_dtype = dtype if options.quantization == "none" else "int8"
             tiers = worker_tiers(config, name, 0)
             caches.append(
@@ -410,7 +413,7 @@ def plan_cluster(
                     kv_dtype,
                     ELEMENT_BYTES[dtype],
                     ELEMENT_BYTES[weight_dtype],
-                    _draft_of(name, pool, paths[key]),
+                    draft,
                     0 if tiers is None else tiers.host_bytes,
                     has_folder=tiers is not None and tiers.disk is not None,
                     adapters=worker_adapters(alone),
