@@ -204,7 +204,7 @@ def _let_read(link: Connection) -> None:
         for _ in range(times):
             agent.progress()
         link.send(times)
-    agent.close()
+    os._exit(0)  # UCX has crashed where an agent was closed after another had left it in the middle of a read
 
 
 def test_no_read_writes_when_its_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ async def test_an_answer_has_the_same_tokens_wherever_its_kv_comes_from(tmp_path
         config_of(folder, "d0", ("decode",)),
         config_of(folder, "d1", ("decode",), kv_cache_dtype="auto"),
     )
-    prompt, *others = [[token % VOCAB_SIZE for token in prompt_of(300)] for _ in range(3)]
+    prompt, *others, last = [[token % VOCAB_SIZE for token in prompt_of(300)] for _ in range(4)]
     with running_workers(*configs) as infos:
         assert [info.kv_layout.bytes_per_token for info in infos] == [TOKEN_BYTES] * 3 + [3 * 2 * 4 * 8 * 4]
         async with open_gateway(infos) as gateway:
@@ -57,7 +57,8 @@ async def test_an_answer_has_the_same_tokens_wherever_its_kv_comes_from(tmp_path
             loaded = await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
             assert (loaded.token_ids, loaded.ends[0].cached_tokens) == (expected, 256)
 
-            changed = [*others[-1][:280], *prompt[:60]]
+            await gateway.run(last, worker="c0", max_tokens=1)
+            changed = [*last[:280], *prompt[:60]]
             fetched = await gateway.run(changed, worker="p0", to="d0", fetch_from="c0", end_token=256, max_tokens=1)
             (fetch,) = fetched.fetched
             assert (fetch.outcome, fetch.kv_bytes) == ("done", 256 * TOKEN_BYTES)
