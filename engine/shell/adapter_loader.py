@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from disagg.engine.adapters.folder import AdapterError
 from disagg.engine.commands import AdapterRead
 from disagg.engine.plan import LoadedAdapter, ModelRunner
+from disagg.engine.shell.order_thread import OrderThread
 from disagg.proto.messages import Adapter
 
 logger = logging.getLogger(__name__)
@@ -26,11 +25,8 @@ class AdapterLoader:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._orders: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
         self._post: Callable[[AdapterRead], None] = lambda command: None
-        self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+        self._thread = OrderThread("adapters")
 
     def start(self, post: Callable[[AdapterRead], None]) -> None:
         """Begin to carry out orders; `post` takes the answers, on this thread."""
@@ -39,16 +35,11 @@ class AdapterLoader:
 
     def stop(self, timeout_s: float) -> bool:
         """End after the present order; whether that was in time. What was ordered and not begun is not done."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.stop(timeout_s)
 
     def order(self, adapter: Adapter, slot: int) -> None:
         """Read an adapter for a slot. Answer: `AdapterRead`."""
-        self._add(lambda: self._post(self._read(adapter, slot)))
+        self._thread.order(lambda: self._post(self._read(adapter, slot)))
 
     def read(self, adapter: Adapter) -> concurrent.futures.Future[tuple[LoadedAdapter, float]]:
         """Read an adapter for an operator; it, and the milliseconds that this took. The future raises
@@ -65,22 +56,8 @@ class AdapterLoader:
             except Exception as error:
                 future.set_exception(error)
 
-        self._add(read)
+        self._thread.order(read)
         return future
-
-    def _add(self, order: Callable[[], None]) -> None:
-        with self._wake:
-            self._orders.append(order)
-            self._wake.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._orders or self._stopping)
-                if self._stopping:
-                    return
-                order = self._orders.popleft()
-            order()
 
     def _read(self, adapter: Adapter, slot: int) -> AdapterRead:
         """What is wrong with its content is wrong everywhere; another worker may have what is missing here."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from disagg.engine.commands import (
 from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.shell.extent_files import FULL, GONE, LOCK_WAIT_S, ExtentFiles
+from disagg.engine.shell.order_thread import OrderThread
 from disagg.engine.shell.parts import as_it_is
 from disagg.engine.tiers.extent_file import extent_format
 from disagg.engine.tiers.extents import Extent
@@ -59,16 +59,13 @@ class TierDisk(DiskPort):
         """Extents that the engine knows of."""
         self._is_read = False
         """Whether all that the folder had is known."""
-        self._reads: deque[Callable[[], None]] = deque()
-        self._others: deque[Callable[[], None]] = deque()
         self._num_writes = 0
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._counting = threading.Lock()
         self._post: Callable[[TierAnswer], None] = lambda answer: None
         self._now = process_clock().now
         self._logged: set[str] = set()
         """What was logged of files and of the folder."""
-        self._thread = threading.Thread(target=self._run, name="tier", daemon=True)
+        self._thread = OrderThread("tier")
 
     def start(self, post: Callable[[TierAnswer], None]) -> None:
         """Begin to carry out orders; `post` takes the answers, on this thread."""
@@ -77,12 +74,7 @@ class TierDisk(DiskPort):
 
     def stop(self, timeout_s: float) -> bool:
         """End after the present order; whether that was in time. What was ordered and not begun is not done."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._thread.stop(timeout_s):
             return False
         self._files.close()
         return True
@@ -95,42 +87,28 @@ class TierDisk(DiskPort):
     def scan(self, *, anew: bool) -> None:
         """Find out what the folder has; of one that nobody else writes to, and that was read, whether it is still
         there. Answer: `TierScanned` or `TierFailed`."""
-        self._order(self._others, lambda: self._scan(anew=anew))
+        self._thread.order(lambda: self._scan(anew=anew))
 
     def write(self, number: int, extent: Extent, payload: Buffer) -> None:
         """Write a file, behind all earlier writes and deletions. Answer: `TierWritten`."""
-        with self._wake:
+        with self._counting:
             self._num_writes += 1
-        self._order(self._others, lambda: self._write(number, extent, payload))
+        self._thread.order(lambda: self._write(number, extent, payload))
 
     def read(self, number: int, extent: Extent, payload: Buffer) -> None:
         """Read a file, before anything that waits. Answer: `TierRead`."""
-        self._order(self._reads, lambda: self._read(number, extent, payload))
+        self._thread.order(lambda: self._read(number, extent, payload), is_first=True)
 
     def delete(self, extents: Iterable[Extent]) -> None:
         """Delete files, behind all earlier writes. No answer."""
         gone = tuple(extents)
-        self._order(self._others, lambda: self._delete(gone))
+        self._thread.order(lambda: self._delete(gone))
 
     def forget(self, tag: bytes) -> None:
         """Delete all files of a tenant, behind all earlier writes. Answer: `TierForgotten`."""
-        self._order(self._others, lambda: self._forget(tag))
+        self._thread.order(lambda: self._forget(tag))
 
     # ------------------------------------------------------------ inside
-
-    def _order(self, queue: deque[Callable[[], None]], order: Callable[[], None]) -> None:
-        with self._wake:
-            queue.append(order)
-            self._wake.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._reads or self._others or self._stopping)
-                if self._stopping:
-                    return
-                order = (self._reads or self._others).popleft()
-            order()
 
     def _scan(self, *, anew: bool) -> None:
         most = self._most_files
@@ -166,7 +144,7 @@ class TierDisk(DiskPort):
         except Exception as failure:
             error = failure
         ms, cpu_ms = (self._now() - began) * 1e3, (time.thread_time() - cpu_began) * 1e3
-        with self._wake:
+        with self._counting:
             self._num_writes -= 1
         self._post(TierWritten(number, error is None, ms, cpu_ms))
         if error is not None:
