@@ -203,7 +203,7 @@ class AdapterRead:
     slot: int
     loaded: LoadedAdapter | None
     reason: EndReason = "refused"
-    """With which sequences end that wait for it, where it could not."""
+    """The end of sequences that wait for it, where it could not be read."""
     detail: str = ""
 
 
@@ -356,7 +356,7 @@ class Gathered:
     checksum: int = 0
     """Checksum of the copy."""
     most_tokens: int = 0
-    """Of a prefix that another worker fetches: tokens that the next copy may have; 0 for no limit but a chunk's."""
+    """Tokens that the next copy of a prefix for another worker may have; 0 for no limit but a chunk's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from disagg.simulator.world.users import UserRequest
 from tests.support.simulation import BYTES_PER_TOKEN, NO_LOCAL, LinearTimes, cluster_spec
 
 TIMES = LinearTimes(base_s=0.008, token_s=0.0014, decode_s=0.003)
-"""Of SmolLM2-135M on one core."""
+"""Step times of SmolLM2-135M on one core."""
 _TAUGHT = (384, 1536) * 3
 """Tokens of the prefixes that come again first, by which the link becomes known."""
 LONGEST = 4096

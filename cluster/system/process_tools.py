@@ -19,7 +19,7 @@ from types import FrameType
 MAX_OPEN_FILES = 1 << 16
 """Limit of open files to request: more than a gateway's connections; some systems refuse to set `unlimited`."""
 NICENESS = 10
-"""Of what gives way to others, as `nice` counts."""
+"""Priority of a process that gives way to others, as `nice` counts."""
 KILL_TIMEOUT_S = 5.0
 """Seconds that the kernel may take to end a killed process."""
 

@@ -71,7 +71,7 @@ class AdapterFolder:
 
     config: AdapterConfig
     pairs: dict[str, Pair]
-    """By the name of the module, as PEFT has it, without `PREFIX`."""
+    """A and B of each module, by its name as PEFT has it, without `PREFIX`."""
     names: dict[str, TensorEntry] = field(repr=False)
     """All tensors by name."""
 

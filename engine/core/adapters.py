@@ -63,7 +63,7 @@ class Adapters:
         """Slot that each sequence uses."""
         self._waiting: dict[AttemptKey, Adapter] = {}
         """What waits, in order: for a read, or for a slot."""
-        self._num_uses = 0
+        self._num_taken = 0
 
     def take(self, key: AttemptKey, adapter: Adapter, now: float) -> bool:
         """Use an adapter for a sequence until `forget`; whether it is loaded. Otherwise an `Outcome` follows."""
@@ -198,8 +198,8 @@ class Adapters:
                 self._take_slot(slot, adapter, adapter.fingerprint)
                 slot.ordered_at = now
                 self._order(adapter, slot.number)
-            self._num_uses += 1
-            slot.used, slot.is_leaving = self._num_uses, False
+            self._num_taken += 1
+            slot.used, slot.is_leaving = self._num_taken, False
             slot.users.add(key)
             self._slot_of[key] = slot
 
@@ -210,8 +210,8 @@ class Adapters:
 
     def _take_slot(self, slot: _Slot, adapter: Adapter, fingerprint: str) -> None:
         self._clear(slot)
-        self._num_uses += 1
-        slot.adapter, slot.used = adapter, self._num_uses
+        self._num_taken += 1
+        slot.adapter, slot.used = adapter, self._num_taken
         self._of[fingerprint] = slot
 
     def _leave(self, slot: _Slot) -> None:
