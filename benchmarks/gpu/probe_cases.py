@@ -17,6 +17,7 @@ from torch import Tensor
 from disagg.engine.randomness import uniform
 from disagg.kernels import reference
 from disagg.kernels.experts import Experts, Router
+from disagg.kernels.lora import Lora
 from disagg.kernels.ops import (
     AttentionForm,
     AttentionSpec,
@@ -146,6 +147,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             yield from make.copies(cache_dtype)
         yield make.draw_rows()
         yield make.moe_ffn()
+        yield make.lora_add()
     for model in others(sizes):
         make = _Maker(model, device, dtypes[0])
         yield make.decode(dtypes[0])
@@ -320,6 +322,24 @@ class _Maker:
             [sizes.rows, E, H, inner],
             lambda: _or_none(out, OPS.moe_ffn(x, router, experts, None)),
             lambda: out(reference.moe_ffn(x.float(), router, wide, None)),
+        )
+
+    def lora_add(self) -> Case:
+        """Adapters of three modules side by side, of other ranks each; rows without an adapter stay as they were."""
+        T, H, outputs, rank = self._sizes.rows, self._sizes.H, self._sizes.H // 2, 16
+        columns, device, out = (outputs - 2 * (outputs // 4), *2 * (outputs // 4,)), self._device, _named("rows")
+        ranks = torch.tensor([[16, 5, 0], [1, 0, 8]], dtype=torch.int32, device=device)
+        scales = torch.tensor([[2.0, 0.5, 1.0], [1.0, 1.0, 0.25]], device=device)
+        a, b = self._normal(2, 3, rank, H, scale=H**-0.5), self._normal(2, rank, outputs)
+        adapters = Lora(a, b, ranks, scales, columns)
+        wide = Lora(a.float(), b.float(), ranks, scales, columns)
+        x, y = self._normal(T, H), self._normal(T, outputs)
+        slots = torch.arange(T, dtype=torch.int32, device=device) % 3 - 1
+        return self._case(
+            "lora_add",
+            [T, H, outputs, rank],
+            lambda: _or_none(out, OPS.lora_add(x, y.clone(), adapters, slots)),
+            lambda: out(reference.lora_add(x.float(), y.float().clone(), wide, slots)),
         )
 
     def argmax_rows(self) -> Case:
