@@ -17,6 +17,7 @@ from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.commands import Add, Event
 from disagg.engine.config import SpeculationOptions, WorkerConfig
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.parallel.factories import make_runner as make_any_runner
 from disagg.engine.plan import StepPlan
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.sharding.shards import Shard
@@ -81,10 +82,9 @@ def runner_of(made: Made, **changes: Any) -> TorchModelRunner:
 
 def core_of(runner: Any, made: Made, **changes: Any) -> tuple[EngineCore, Orders]:
     orders = Orders(runner)
-    fields: dict[str, Any] = {"roles": ("prefill", "decode"), "max_num_seqs": 16, "token_budget": 64, **changes}
-    config = WorkerConfig(
-        worker_id="w", model_path="fake", adapters=options_of(made.folder), decode_reserve_tokens=16, **fields
-    )
+    fields: dict[str, Any] = {"roles": ("prefill", "decode"), "max_num_seqs": 16, "token_budget": 64}
+    fields |= {"decode_reserve_tokens": 16, **changes}
+    config = WorkerConfig(worker_id="w", model_path="fake", adapters=options_of(made.folder), **fields)
     return EngineCore(runner, config=config, order_adapter=orders.order), orders
 
 
@@ -120,6 +120,42 @@ def test_drafts_are_computed_with_the_adapter_of_their_sequence(made: Made) -> N
         assert token_ids_of(events, f"s{number}") == made.answer(number, 40)
 
 
+def test_a_draft_model_changes_no_token_of_an_adapter(made: Made, tmp_path: Path) -> None:
+    """It drafts as the base would: what it proposes is checked with the adapter."""
+    draft = SpeculationOptions(method="draft", model=str(make_checkpoint("qwen2", tmp_path / "draft")), max_draft=3)
+    options: dict[str, Any] = {"adapters": options_of(made.folder), "num_blocks": 64, "dtype": "float32"}
+    options["speculation"] = draft
+    runner = make_any_runner(
+        WorkerConfig(worker_id="w", roles=("prefill", "decode"), model_path=str(made.base), **options)
+    )
+    assert runner.proposer is not None
+    core, orders = core_of(runner, made, speculation=draft)
+    events: list[Event] = []
+    for number in (None, 2, 0):
+        events += handle_all(core, Add(spec_of(made, runner, f"s{number}", number, 30)))
+    events += orders.run(core)
+    for number in (None, 2, 0):
+        assert token_ids_of(events, f"s{number}") == made.answer(number, 30)
+
+
+def test_a_sequence_that_was_preempted_continues_with_its_adapter(made: Made) -> None:
+    """Its KV goes to host memory and comes back, or is computed again where there is no room."""
+    for swap_bytes, swaps in ((1 << 20, True), (0, False)):
+        runner = runner_of(made, num_blocks=9)
+        core, orders = core_of(runner, made, num_blocks=9, swap_bytes=swap_bytes, decode_reserve_tokens=0)
+        events: list[Event] = []
+        for number in (2, 0):
+            adapter = made.adapters[number]
+            core.keep_adapter(runner.read_adapter(adapter), adapter, 1.0)
+            events += handle_all(core, Add(spec_of(made, runner, f"s{number}", number, 28)))
+        events += orders.run(core)
+        totals = core.totals()
+        assert totals.preemptions > 0
+        assert (totals.swapped_out_blocks > 0) == swaps
+        for number in (2, 0):
+            assert token_ids_of(events, f"s{number}") == made.answer(number, 28)
+
+
 @contextmanager
 def running(made: Made, ranks: Ranks, **changes: Any) -> Iterator[tuple[Engine, Orders]]:
     options = {"adapters": options_of(made.folder)}
@@ -152,7 +188,7 @@ def test_workers_of_other_ranks_continue_with_the_adapter(made: Made, prefill: R
         assert source.core.totals().cached_tokens == 48
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_rows_of_the_base_have_the_same_bits_beside_adapters(made: Made, quantization: str) -> None:
     """bf16: prompts and captured decodes, with and without a row of an adapter."""
     runner = runner_of(made, dtype="bfloat16", quantization=quantization)
