@@ -13,15 +13,15 @@ from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import LoadedAdapter
 from disagg.engine.rank_messages import Answer, Done, ReadAdapter
 
-MOST_KEPT = 520
-"""Adapters that are kept for `take`: more than slots, so that what was only checked goes first."""
-
 
 class KeptAdapters:
-    """What a follower has read and not put into a slot yet. `answer` takes answers on any thread."""
+    """What a follower has read and not put into a slot yet: at most one for each of `num_slots` slots, and one that an
+    operator has had read, after which rank 0 puts all earlier ones. What was only checked goes when others come.
+    `answer` takes answers on any thread."""
 
-    def __init__(self, runner: ShardRunner, answer: Callable[[Answer], None]) -> None:
+    def __init__(self, runner: ShardRunner, answer: Callable[[Answer], None], num_slots: int) -> None:
         self._runner = runner
+        self._most = num_slots + 1
         self._answer = answer
         self._kept: dict[str, LoadedAdapter] = {}
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class KeptAdapters:
         with self._lock:
             self._kept.pop(loaded.fingerprint, None)
             self._kept[loaded.fingerprint] = loaded
-            if len(self._kept) > MOST_KEPT:
+            if len(self._kept) > self._most:
                 del self._kept[next(iter(self._kept))]
         self._answer(Done(call=command.call, ok=True))
 

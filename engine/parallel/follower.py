@@ -165,7 +165,8 @@ class Follower:
         join = Join(
             rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )
-        self._adapters = KeptAdapters(runner, self._answer)
+        options = self._config.adapters
+        self._adapters = KeptAdapters(runner, self._answer, 0 if options is None else options.max_loaded)
         self._connection.send(join)
         try:
             return self._follow(runner, self._staging, self._adapters)

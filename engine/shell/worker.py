@@ -132,6 +132,8 @@ class Worker:
         """Stages of the worker's start."""
         self._tier_disk: TierDisk | None = None
         self._adapter_loader: AdapterLoader | None = None
+        self._one_load = asyncio.Lock()
+        """Held from the read of an operator's adapter until it has a slot or none: followers keep no second one."""
         self._group: Group | None = None
         """The other ranks; None where there are none."""
         if config.tp > 1 and start_ranks is not None:
@@ -523,12 +525,13 @@ class Worker:
         """
         if self._adapter_loader is None:
             raise AdapterError("changed", "this worker takes no adapters")
-        loaded, load_ms = await asyncio.wrap_future(self._adapter_loader.read(adapter))
+        async with self._one_load:
+            loaded, load_ms = await asyncio.wrap_future(self._adapter_loader.read(adapter))
 
-        def keep(core: EngineCore) -> tuple[float, tuple[AdapterState, ...]]:
-            return core.keep_adapter(loaded, adapter, load_ms), core.adapters()
+            def keep(core: EngineCore) -> tuple[float, tuple[AdapterState, ...]]:
+                return core.keep_adapter(loaded, adapter, load_ms), core.adapters()
 
-        load_ms, states = await asyncio.wrap_future(self._engine.call(keep))
+            load_ms, states = await asyncio.wrap_future(self._engine.call(keep))
         self._service.note_adapters(states)
         return AdapterLoaded(fingerprint=loaded.fingerprint, bytes=loaded.num_bytes, load_ms=load_ms)
 
