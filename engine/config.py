@@ -185,6 +185,9 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
     tp: Count = 1
     """Ranks of each worker (tensor parallelism): processes that each have a share of the model and compute every step
     together. Pools may differ. It must divide the model's heads and the size of its MLP."""
+    pp: Count = 1
+    """Stages of each worker (pipeline parallelism), each of `tp` ranks: a stage has some of the layers, and the KV of
+    those. Pools may differ. At most the model's layers."""
     ep: bool = False
     """Whether each rank holds whole experts (expert parallelism), of a model with experts, and not a part of each. With
     `tp` of at least 2, which must divide the number of experts."""

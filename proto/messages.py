@@ -264,6 +264,25 @@ class BufferSize(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
+class ParallelShape(Message, frozen=True, kw_only=True, gc=False):
+    """The ranks of a worker: `pp` stages of `tp` ranks, numbered stage by stage."""
+
+    tp: int = 1
+    """Ranks of each stage, of which each holds a part of the KV heads of its stage's layers."""
+    stage_ends: tuple[int, ...] = ()
+    """For each stage, the number of the layer behind its last one; empty for one stage."""
+
+    @property
+    def pp(self) -> int:
+        """Number of stages."""
+        return max(1, len(self.stage_ends))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the worker."""
+        return self.tp * self.pp
+
+
 class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """What a worker registers once it listens."""
 

@@ -3,6 +3,9 @@ attention and MLP are cut by columns, those out of them by rows, embedding and h
 
 With fewer KV heads than ranks, each KV head is held by several ranks next to each other, and the query heads that read
 it are divided among them.
+
+With several stages (pipeline parallelism) each stage has some of the layers, and all of this is within a stage. Ranks
+are numbered stage by stage.
 """
 
 from __future__ import annotations
@@ -19,11 +22,45 @@ class Shard:
     """
 
     rank: int = 0
+    """Its number among the ranks of its stage."""
     size: int = 1
+    """Ranks of each stage (tensor parallelism)."""
+    stage: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"there is no rank {self.rank} among {self.size}")
+        if not (0 <= self.rank < self.size and 0 <= self.stage < self.stages):
+            place = f"rank {self.rank} of stage {self.stage}"
+            raise ValueError(f"there is no {place} among {self.stages} stages of {self.size} ranks")
+
+    @classmethod
+    def of_number(cls, number: int, size: int, stages: int) -> Shard:
+        """The rank of this number in a worker of `stages` stages of `size` ranks.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        return cls(number % size, size, number // size, stages)
+
+    @property
+    def number(self) -> int:
+        """Its number among all ranks of the worker; 0 leads and samples."""
+        return self.stage * self.size + self.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the worker."""
+        return self.stages * self.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its stage has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage has the final norm and the head."""
+        return self.stage == self.stages - 1
 
     def part(self, count: int) -> range:
         """This rank's equal share of `count` things, such as query heads or columns.
