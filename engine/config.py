@@ -228,6 +228,11 @@ class EngineLimits(KvReserve, frozen=True, kw_only=True):
         """Number of blocks that admission leaves free, out of `num_blocks`."""
         return int(num_blocks * self.watermark)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of each worker, over all stages."""
+        return self.tp * self.pp
+
 
 class PairLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The hand-over of KV between two workers, but for its memory."""
