@@ -379,7 +379,7 @@ def check_quantization(
     quantization: Quantization,
     dtype: Dtype | Literal["auto"],
     device: str,
-    tp: int,
+    num_ranks: int,
     kv_cache_dtype: KvCacheDtype = "auto",
     path: str = "",
 ) -> None:
@@ -403,18 +403,20 @@ def check_quantization(
     wanted = "cuda" if quantization == "fp8" else "cpu"
     if kind != wanted:
         raise ConfigError(f"{path}quantization: {quantization} is for device {wanted}, not {device}")
-    if tp > 1:
-        raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {tp}")
+    if num_ranks > 1:
+        raise ConfigError(f"{path}quantization: {quantization} is for workers of one rank, not of {num_ranks}")
 
 
 def check_expert_parallelism(ep: bool, tp: int, path: str = "") -> None:
     """Refuse `ep` without ranks to divide the experts among. `path` leads to the field in the user's file.
 
     Raises:
-        ConfigError: of workers of one rank.
+        ConfigError: of stages of one rank.
     """
     if ep and tp == 1:
-        raise ConfigError(f"{path}ep: a worker of one rank has all experts; set tp to at least 2, or leave ep out")
+        raise ConfigError(
+            f"{path}ep: with tp 1 a rank has all experts of its layers; set tp to at least 2, or leave ep out"
+        )
 
 
 def resolved_dtype(model: ModelOptions, device: str, cpu_dtype: Dtype) -> Dtype:
@@ -456,7 +458,9 @@ def check_attention(attention: AttentionName, device: str, path: str = "") -> No
         raise ConfigError(f"{path}attention: {attention} is for device cuda, not {device}")
 
 
-def check_speculation(options: SpeculationOptions, device: str, tp: int, *, cache_is_set: bool, path: str = "") -> None:
+def check_speculation(
+    options: SpeculationOptions, device: str, num_ranks: int, *, cache_is_set: bool, path: str = ""
+) -> None:
     """Refuse a draft model where none can be. `path` leads to the section in the user's file; `cache_is_set`: the size
     of the KV cache is configured.
 
@@ -470,15 +474,15 @@ def check_speculation(options: SpeculationOptions, device: str, tp: int, *, cach
         return
     if options.model is None:
         raise ConfigError(f"{path}model: method draft needs a draft model: a checkpoint folder or an imported model")
-    if tp > 1:
-        raise ConfigError(f"{path}method: draft is for workers of one rank, not of {tp}")
+    if num_ranks > 1:
+        raise ConfigError(f"{path}method: draft is for workers of one rank, not of {num_ranks}")
     if device.partition(":")[0] != "cpu" and not cache_is_set:
         raise ConfigError(
             f"{path}method: draft needs kv_cache_bytes on device {device}: a measured cache leaves no room"
         )
 
 
-def check_share_weights(share_weights: bool, device: str, tp: int, path: str = "") -> None:
+def check_share_weights(share_weights: bool, device: str, num_ranks: int, path: str = "") -> None:
     """Refuse to share weights that are not in a host's memory, or not whole. `path` leads to the field in the user's
     file.
 
@@ -489,5 +493,5 @@ def check_share_weights(share_weights: bool, device: str, tp: int, path: str = "
         return
     if device.partition(":")[0] != "cpu":
         raise ConfigError(f"{path}share_weights: only weights on device cpu are shared, not on {device}")
-    if tp > 1:
-        raise ConfigError(f"{path}share_weights: only workers of one rank share their weights, not of {tp}")
+    if num_ranks > 1:
+        raise ConfigError(f"{path}share_weights: only workers of one rank share their weights, not of {num_ranks}")

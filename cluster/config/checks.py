@@ -76,7 +76,7 @@ def _check_speculation(path: str, name: PoolName, pool: PoolConfig) -> None:
     if name == "prefill" and pool.speculation != SPECULATION_DEFAULTS:
         raise ConfigError(f"{path}: is for pools that decode; set it in pools.decode")
     cache_is_set = pool.kv_cache_bytes != "auto" or pool.num_blocks is not None
-    check_speculation(pool.speculation, pool.device, pool.tp, cache_is_set=cache_is_set, path=f"{path}.")
+    check_speculation(pool.speculation, pool.device, pool.num_ranks, cache_is_set=cache_is_set, path=f"{path}.")
 
 
 def _check_tiers(config: ClusterConfig) -> None:
@@ -92,9 +92,10 @@ def _check_tiers(config: ClusterConfig) -> None:
                 continue
             if pool.device != "cpu":
                 raise ConfigError(f"{path}: is for workers on device cpu, not {pool.device}")
-            if tiers.disk is not None and pool.tp > 1:
+            if tiers.disk is not None and pool.num_ranks > 1:
+                key, count = ("tp", pool.tp) if pool.tp > 1 else ("pp", pool.pp)
                 why = ", and with kv_cache.fetch its workers have tiers, too" if kind_of(name) == "decode" else ""
-                raise ConfigError(f"{path}.disk: is for workers of one rank; {pool_path(name)}.tp is {pool.tp}{why}")
+                raise ConfigError(f"{path}.disk: is for workers of one rank; {pool_path(name)}.{key} is {count}{why}")
 
 
 def _check_models(config: ClusterConfig) -> None:
@@ -148,8 +149,11 @@ def _check_model(path: str, config: ClusterConfig) -> None:
         _check_pool(f"{path}{pool_path(name)}", pool)
         _check_sizes(f"{path}{pool_path(name)}", pool, config.autoscaler)
         check_attention(config.kernels.attention, pool.device, "kernels.")
-        check_quantization(model.quantization, model.dtype, pool.device, pool.tp, model.kv_cache_dtype, f"{path}model.")
-        check_share_weights(model.share_weights, pool.device, pool.tp, f"{path}model.")
+        num_ranks = pool.num_ranks
+        check_quantization(
+            model.quantization, model.dtype, pool.device, num_ranks, model.kv_cache_dtype, f"{path}model."
+        )
+        check_share_weights(model.share_weights, pool.device, num_ranks, f"{path}model.")
         check_expert_parallelism(pool.ep, pool.tp, f"{path}{pool_path(name)}.")
         _check_speculation(f"{path}{pool_path(name)}.speculation", name, pool)
         if name != "colocated" and pool.scheduling not in ("decode_first", "slack"):
@@ -262,10 +266,12 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
             raise ConfigError(
                 f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
             )
-        if pool.tp > len(pool.cores):
-            raise ConfigError(f"{path}.tp: {pool.tp} ranks do not fit on {len(pool.cores)} cores")
-        if pool.num_threads != "auto" and pool.num_threads * pool.tp > len(pool.cores):
-            of_ranks = f" of {pool.tp} ranks" if pool.tp > 1 else ""
+        num_ranks = pool.num_ranks
+        if num_ranks > len(pool.cores):
+            key = "tp" if pool.pp == 1 else "pp"
+            raise ConfigError(f"{path}.{key}: {num_ranks} ranks do not fit on {len(pool.cores)} cores")
+        if pool.num_threads != "auto" and pool.num_threads * num_ranks > len(pool.cores):
+            of_ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
             raise ConfigError(
                 f"{path}.num_threads: {pool.num_threads} threads{of_ranks} do not fit on {len(pool.cores)} cores"
             )

@@ -90,8 +90,8 @@ def worker_device(config: ClusterConfig, name: PoolName, index: int) -> str:
     if kind == "cpu":
         return pool.device
     if given:
-        return f"{kind}:{int(given) + pool.tp * index}"
-    counts = {other: p.tp for other, p in pools if p.device == kind}
+        return f"{kind}:{int(given) + pool.num_ranks * index}"
+    counts = {other: p.num_ranks for other, p in pools if p.device == kind}
     return f"{kind}:{_first(counts, {other: p.size for other, p in pools}, name, index)}"
 
 
@@ -109,7 +109,7 @@ def check_devices(config: ClusterConfig, num_devices: int | None, *, nccl_shares
         for index in range(pool.size):
             worker = str(worker_id(name, index))
             _, _, first = worker_device(config, name, index).partition(":")
-            for device in range(int(first), int(first) + pool.tp) if first else ():
+            for device in range(int(first), int(first) + pool.num_ranks) if first else ():
                 if device in users:
                     sharing = f"{worker} would share CUDA device {device} with {users[device]}"
                     _check_sharing(config, f"{pool_path(name)}.device", sharing, nccl_shares=nccl_shares)
@@ -150,7 +150,7 @@ def num_cores(pool: PoolConfig) -> int:
     """Number of cores of one worker of a pool: one for each compute thread of each rank. `with_threads` has set the
     number of threads."""
     assert pool.num_threads != "auto"
-    return pool.tp * pool.num_threads
+    return pool.num_ranks * pool.num_threads
 
 
 def with_threads(config: ClusterConfig, num_available: int) -> ClusterConfig:
@@ -160,7 +160,7 @@ def with_threads(config: ClusterConfig, num_available: int) -> ClusterConfig:
     is_open = {name: pool.num_threads == "auto" for name, pool in pools}
     shares = [pool for name, pool in pools if is_open[name] and pool.device == "cpu" and pool.cores == "auto"]
     taken = sum(pool.size * num_cores(pool) for name, pool in pools if not is_open[name] and _is_pinned_by_us(pool))
-    share = max(1, (num_available - taken) // max(1, sum(pool.size * pool.tp for pool in shares)))
+    share = max(1, (num_available - taken) // max(1, sum(pool.size * pool.num_ranks for pool in shares)))
     return with_pool_fields(
         config, "num_threads", {name: _open_threads(pool, share) for name, pool in pools if is_open[name]}
     )
@@ -169,7 +169,7 @@ def with_threads(config: ClusterConfig, num_available: int) -> ClusterConfig:
 def _open_threads(pool: PoolConfig, share: int) -> int:
     if pool.device != "cpu":
         return 1
-    return max(1, len(pool.cores) // pool.tp) if isinstance(pool.cores, tuple) else share
+    return max(1, len(pool.cores) // pool.num_ranks) if isinstance(pool.cores, tuple) else share
 
 
 def _is_pinned_by_us(pool: PoolConfig) -> bool:
@@ -193,8 +193,8 @@ def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[i
 def _crowding_warnings(config: ClusterConfig, workers: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
     """Warnings for ranks that share cores with each other: every step waits for the slowest one."""
     return tuple(
-        f"the {pool.tp} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
+        f"the {pool.num_ranks} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
         for pool_name, pool in active_pools(config)
         for name, cores in workers.items()
-        if name.startswith(f"{pool_name}-") and 0 < len(cores) < pool.tp
+        if name.startswith(f"{pool_name}-") and 0 < len(cores) < pool.num_ranks
     )

@@ -31,7 +31,7 @@ Resize = Callable[[dict[PoolName, int]], Awaitable[None]]
 def pool_limits(config: ClusterConfig) -> dict[PoolName, PoolLimits]:
     """Limits of the pools that the mode uses."""
     return {
-        name: PoolLimits(min_size=pool.min_size, max_size=pool.max_size or max(1, pool.size), weight=pool.tp)
+        name: PoolLimits(min_size=pool.min_size, max_size=pool.max_size or max(1, pool.size), weight=pool.num_ranks)
         for name, pool in active_pools(config)
     }
 

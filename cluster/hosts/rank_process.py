@@ -53,6 +53,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     config: WorkerConfig
     """Configuration of the worker, for this rank."""
     rank: int
+    """Its number among the ranks of all stages."""
     leader_address: str
     """host:port where rank 0 waits for this rank."""
     secret: ClusterSecret
@@ -63,7 +64,7 @@ def be_rank(start: RankStart) -> int:
     """Be a rank until rank 0 ends or is lost; returns the exit status."""
     config = msgspec.structs.replace(start.config, device=see_own_devices(start.config.device, 1))
     pin_process(config.cores)
-    shard = Shard(start.rank, start.config.tp)
+    shard = Shard.of_number(start.rank, config.tp, config.pp)
     return serve_rank(config, shard, start.leader_address, start.secret, _load)
 
 
@@ -111,7 +112,7 @@ def rank_processes(config: WorkerConfig, secret: ClusterSecret) -> StartRanks:
     def start(leader_address: str) -> RankProcesses:
         processes: dict[str, Process] = {}
         try:
-            for rank in range(1, config.tp):
+            for rank in range(1, config.num_ranks):
                 own = rank_config(config, rank, sees_all_devices=True)
                 message = RankStart(config=own, rank=rank, leader_address=leader_address, secret=secret)
                 processes[rank_name(config.worker_id, rank)] = spawn(MODULE, message)

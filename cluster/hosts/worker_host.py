@@ -101,8 +101,8 @@ class WorkerHost:
 
 def make_host(config: WorkerConfig, resolve: Resolve, secret: ClusterSecret, phases: Phases = ()) -> WorkerHost:
     """Make the worker of this configuration, in this process and in one more for each further rank."""
-    config = msgspec.structs.replace(config, device=see_own_devices(config.device, config.tp))
-    start_ranks = rank_processes(config, secret) if config.tp > 1 else None
+    config = msgspec.structs.replace(config, device=see_own_devices(config.device, config.num_ranks))
+    start_ranks = rank_processes(config, secret) if config.num_ranks > 1 else None
     return WorkerHost(rank_config(config, 0, sees_all_devices=True), resolve, secret, start_ranks, phases)
 
 

@@ -64,7 +64,7 @@ class RayCluster(Cluster):
         self._is_private = self._is_one_machine(config)
         self._session: Session
         if self._is_private:
-            num_processes = 1 + config.gateway.replicas + sum(worker.tp for worker in self._plan.workers)
+            num_processes = 1 + config.gateway.replicas + sum(worker.num_ranks for worker in self._plan.workers)
             self._session = PrivateSession(config.ray.temp_dir, self._plan.cores.gateway, num_processes)
         else:
             self._session = JoinedSession(config.ray.address)

@@ -16,8 +16,9 @@ from disagg.cluster.control.plans import SavedState
 from disagg.cluster.control.server import Controller
 from disagg.cluster.control.twin_process import twin_of
 from disagg.cluster.on_ray import store as ray_store
-from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, node_address, record_start, was_restarted
+from disagg.cluster.on_ray.host_actor import EXIT_CRASHED, LOOPBACK, record_start, was_restarted
 from disagg.cluster.on_ray.launcher import RayLauncher
+from disagg.cluster.on_ray.own_node import node_address
 from disagg.cluster.on_ray.store import CONTROLLER, ControllerAnswer, ControllerSettings
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.cores import pin_process

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -101,18 +100,16 @@ def why_dead(info: dict[str, Any]) -> str:
     return f"its actor ended: {lines[-1]}" if lines else "its actor ended"
 
 
-def unmet_needs(group: Any) -> str:
-    """Resources of a placement group that no node has; empty if it is placed, or was requested just now."""
+def unmet_needs(group: Any) -> list[str]:
+    """Resources of each bundle of a placement group for which there are no nodes; empty if it is placed, or was
+    requested just now."""
     import ray
 
     info = ray.util.placement_group_table(group)
     scheduling = info.get("stats", {}).get("scheduling_state", "")
     if info.get("state") not in ("PENDING", "RESCHEDULING") or scheduling not in ("INFEASIBLE", "NO_RESOURCES"):
-        return ""
-    needs: Counter[str] = Counter()
-    for bundle in info["bundles"].values():
-        needs.update(bundle)
-    return ", ".join(f"{amount:g} {key}" for key, amount in needs.items())
+        return []
+    return [", ".join(f"{amount:g} {key}" for key, amount in needs.items()) for needs in info["bundles"].values()]
 
 
 def kill_actor_process(info: dict[str, Any], pid: int) -> None:

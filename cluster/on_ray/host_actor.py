@@ -28,10 +28,11 @@ from disagg.cluster.control.plan import GatewaySpec, port_of, with_ports
 from disagg.cluster.core.backoff import Starts, next_actor_start
 from disagg.cluster.core.ranks import rank_config
 from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.own_node import OwnNode
 from disagg.cluster.on_ray.rank_actors import end_followers, end_this_actor, rank_actors
 from disagg.cluster.on_ray.store import CONTROLLER, ProcessSettings
 from disagg.cluster.system.children import LaunchError
-from disagg.cluster.system.cores import CoreClaims, available_cores, pin_process, shared_folder
+from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import setup_logging
 from disagg.cluster.system.process_tools import describe, take_environment
 from disagg.engine.config import WorkerConfig
@@ -101,7 +102,7 @@ class HostActor:
         pin_process(self._settings.cores)
         self._began_s = time.monotonic()
         self._find = ControllerFinder()
-        self._claims: CoreClaims | None = None
+        self._node = OwnNode(self._settings)
         self._host: Host | None = None
         """The host, once it has started."""
         self._stopping = threading.Event()
@@ -141,7 +142,7 @@ class HostActor:
                 return
 
     def _leave(self) -> None:
-        end_followers(self._settings.name, self._settings.tp)
+        end_followers(self._settings.name, self._settings.num_ranks)
         leave_ray()
 
     def _begin(self, content: bytes) -> Host | None:
@@ -163,9 +164,9 @@ class HostActor:
             return gateway
         from disagg.cluster.hosts.worker_host import WorkerHost
 
-        config = self._here(msgspec.json.decode(content, type=WorkerConfig))
-        mine = rank_config(config, 0, sees_all_devices=False)
-        start_ranks = rank_actors(config) if config.tp > 1 else None
+        config = msgspec.json.decode(content, type=WorkerConfig)
+        mine = self._node.configured(rank_config(config, 0, sees_all_devices=False))
+        start_ranks = rank_actors(config) if config.num_ranks > 1 else None
         worker = WorkerHost(mine, self._find, ray_store.cluster_secret(), start_ranks, self._phases())
         worker.start()
         return worker
@@ -195,22 +196,6 @@ class HostActor:
         from disagg.cluster.hosts.host import first_phases
 
         return first_phases(None, 0.0, self._began_s, time.monotonic())
-
-    def _here(self, config: WorkerConfig) -> WorkerConfig:
-        """The configuration for this node: its cores, its address."""
-        if self._settings.claim_cores:
-            config = msgspec.structs.replace(config, cores=self._claim_cores(self._settings.claim_cores))
-        if self._settings.bind_node:
-            config = msgspec.structs.replace(config, host=node_address())
-        return config
-
-    def _claim_cores(self, count: int) -> tuple[int, ...]:
-        try:
-            self._claims = CoreClaims(shared_folder())
-            return self._claims.take(count, available_cores())
-        except OSError as error:
-            logger.warning("%s is not pinned: %s", self._settings.name, error)
-            return ()
 
 
 def resumed_spec(spec: GatewaySpec, resolve: Resolve) -> GatewaySpec:
@@ -268,10 +253,3 @@ def was_restarted() -> bool:
     import ray
 
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-def node_address() -> str:
-    """This node's address in the Ray cluster."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())

@@ -1,6 +1,6 @@
 """Starts and ends actors for the controller, inside the controller's own actor; implements `launcher.Launcher`.
 
-    start_worker   placement group (one bundle a rank, all on one node with the pool's labels) -> an actor in each
+    start_worker   placement group (one bundle a stage, each on a node with the pool's labels) -> actors of its ranks
     stop_workers   actors stop() -> ray.kill -> group removed -> seen gone
 
 Actors and groups are detached, so that they outlive the controller's process, and have the names of what they are for,
@@ -108,10 +108,11 @@ class RayLauncher(Launcher):
             cores=self._cores,
             claim_cores=0 if self._is_private else _cores_to_claim(pool),
             bind_node=self._config.network.bind == "node",
-            tp=config.tp,
+            num_ranks=config.num_ranks,
         )
         environment = thread_environment(config.num_threads) | device_environment(config.device)
-        self._start(settings, config, environment, self._worker_bundle(config), self._labels[name])
+        share = self._worker_share(config)
+        self._start(settings, config, environment, share, self._labels[name], config.pp)
 
     @override
     def stop_workers(self, worker_ids: Sequence[WorkerId]) -> None:
@@ -190,9 +191,11 @@ class RayLauncher(Launcher):
         settings: ProcessSettings,
         content: WorkerConfig | GatewaySpec | None,
         environment: dict[str, str],
-        bundle: Bundle,
+        share: Bundle,
         labels: dict[str, str],
+        num_stages: int = 1,
     ) -> None:
+        """Start the actors of a process. `share`: what each rank takes of its node."""
         import ray
 
         from disagg.cluster.on_ray.host_actor import HostActor
@@ -208,22 +211,29 @@ class RayLauncher(Launcher):
         settings = msgspec.structs.replace(settings, environment=environment)
         try:
             group = self._groups[name] = ray.util.placement_group(
-                [bundle] * settings.tp,
-                strategy="STRICT_PACK",
+                stage_bundles(share, settings.num_ranks, num_stages),
+                strategy="PACK",
                 name=actor_name(name),
                 lifetime="detached",
-                bundle_label_selector=[labels] * settings.tp if labels else None,
+                bundle_label_selector=[labels] * num_stages if labels else None,
             )
-            options = _options(name, group, 0, bundle)
+            options = _options(name, group, 0, share)
             self._actors[name] = (
                 ray.remote(HostActor)
                 .options(**options)
                 .remote(msgspec.json.encode(settings), msgspec.json.encode(content))
             )
-            for rank in range(1, settings.tp):
+            for rank in range(1, settings.num_ranks):
                 follower = rank_name(name, rank)
-                rank_settings = RankSettings(worker=name, rank=rank, cores=settings.cores, environment=environment)
-                options = _options(follower, group, rank, bundle)
+                rank_settings = RankSettings(
+                    worker=name,
+                    rank=rank,
+                    cores=settings.cores,
+                    claim_cores=settings.claim_cores,
+                    bind_node=settings.bind_node,
+                    environment=environment,
+                )
+                options = _options(follower, group, rank * num_stages // settings.num_ranks, share)
                 self._actors[follower] = (
                     ray.remote(RankActor).options(**options).remote(msgspec.json.encode(rank_settings))
                 )
@@ -235,20 +245,24 @@ class RayLauncher(Launcher):
         logs = self._config.logging
         return log_environment(logs.level, logs.format, os.environ)
 
-    def _worker_bundle(self, config: WorkerConfig) -> Bundle:
+    def _worker_share(self, config: WorkerConfig) -> Bundle:
+        """What a rank takes of its node."""
         import ray
 
-        bundle: Bundle = {"GPU": 1} if config.device != "cpu" else {SLOT: 1}
+        share: Bundle = {"GPU": 1} if config.device != "cpu" else {SLOT: 1}
         if not self._is_private and self._config.network.bind == "loopback":  # the same machine as the gateway
-            bundle |= _on_node(ray.util.get_node_ip_address())
-        return bundle
+            share |= _on_node(ray.util.get_node_ip_address())
+        return share
 
     def _why_pending(self, name: str, group: Any) -> str:
         """Reason as text for operators; empty if the process is placed."""
         needs = unmet_needs(group)
         labels = ", ".join(f"{key}={value}" for key, value in self._labels.get(name, {}).items())
         with_labels = f" and the labels {labels}" if labels else ""
-        return f"waits for a Ray node with {needs}{with_labels}" if needs else ""
+        if not needs:
+            return ""
+        place = "a Ray node with" if len(needs) == 1 else f"Ray nodes for {len(needs)} stages, each of them with"
+        return f"waits for {place} {needs[0]}{with_labels}"
 
     # ------------------------------------------------------------ stop
 
@@ -278,13 +292,19 @@ def _why_exited(name: str, info: dict[str, Any]) -> str:
     return ray_store.load(ray_store.failure_key(name), str) or why_dead(info)
 
 
+def stage_bundles(share: Bundle, num_ranks: int, num_stages: int) -> list[Bundle]:
+    """The bundles of a worker, one a stage, whose ranks are on one node therefore. Stages may be on different ones."""
+    return [{key: amount * (num_ranks // num_stages) for key, amount in share.items()}] * num_stages
+
+
 def _cores_to_claim(pool: PoolConfig) -> int:
-    return num_cores(pool) if pool.cores == "auto" and pool.device == "cpu" else 0
+    """Of each rank."""
+    return num_cores(pool) // pool.num_ranks if pool.cores == "auto" and pool.device == "cpu" else 0
 
 
-def _options(process: str, group: Any, bundle_index: int, bundle: Bundle) -> Any:
-    """Options of Ray for the actor of a process, in its bundle of a placement group. Without a `runtime_env`: one costs
-    a second at each start, and processes that Ray has started in advance do not fit it."""
+def _options(process: str, group: Any, bundle_index: int, share: Bundle) -> Any:
+    """Options of Ray for the actor of a process, which takes its share of a bundle of a placement group. Without a
+    `runtime_env`: one costs a second at each start, and processes that Ray has started in advance do not fit it."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {
@@ -293,8 +313,8 @@ def _options(process: str, group: Any, bundle_index: int, bundle: Bundle) -> Any
         "lifetime": "detached",
         "max_restarts": -1,
         "num_cpus": 0,
-        "num_gpus": bundle.get("GPU", 0),
-        "resources": {key: amount for key, amount in bundle.items() if key != "GPU"},
+        "num_gpus": share.get("GPU", 0),
+        "resources": {key: amount for key, amount in share.items() if key != "GPU"},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
     }
 

@@ -1,4 +1,5 @@
-"""The followers of a worker under Ray: one actor each, in the worker's placement group, beside rank 0's.
+"""The followers of a worker under Ray: one actor each, in the worker's placement group, as rank 0's is. Those of other
+stages may be on other nodes than rank 0.
 
     rank 0      each process records where it waits for its followers, with a new incarnation
     follower    reads that in Ray's store, records which incarnation it follows, joins, serves rank 0
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from disagg.cluster.core.ranks import rank_config, rank_name
 from disagg.cluster.on_ray import store as ray_store
+from disagg.cluster.on_ray.own_node import OwnNode, node_id
 from disagg.cluster.on_ray.store import RankSettings
 from disagg.cluster.system.cores import pin_process
 from disagg.cluster.system.logs import setup_logging
@@ -39,6 +41,8 @@ ORPHAN_GRACE_S: Final = 5.0
 """Seconds that Ray may have no rank 0 before a follower ends itself."""
 LEAVE_TIMEOUT_S: Final = 2.0
 """Seconds that the followers of an earlier incarnation may take to end."""
+REMOTE_TIMEOUT_S: Final = LEAVE_TIMEOUT_S + 10.0
+"""The same with the start of a process that ends them on another node."""
 EXIT_LOST: Final = 3
 
 
@@ -50,7 +54,7 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """Address of rank 0, host:port."""
     config: WorkerConfig
-    """Configuration of the whole worker, on its node."""
+    """Configuration of the whole worker; cores and address are each node's own."""
 
 
 class Following(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +84,7 @@ def rank_actors(config: WorkerConfig) -> StartRanks:
 
     def start(leader_address: str) -> RankActors:
         incarnation = uuid.uuid4().hex
-        end_processes(_stale_followers(config), LEAVE_TIMEOUT_S)
+        _end_stale_followers(config)
         record = Leader(incarnation=incarnation, address=leader_address, config=config)
         ray_store.save(ray_store.leader_key(config.worker_id), record)
         return RankActors(config.worker_id)
@@ -88,29 +92,44 @@ def rank_actors(config: WorkerConfig) -> StartRanks:
     return start
 
 
-def _stale_followers(config: WorkerConfig) -> list[ProcessRef]:
-    """Processes on this node that follow an earlier incarnation of rank 0: none has begun to follow this one."""
-    records = [_following(rank_name(config.worker_id, rank)) for rank in range(1, config.tp)]
-    return [ProcessRef(one.pid, one.start_ticks) for one in records if one and one.node_id == _node_id()]
+def _end_stale_followers(config: WorkerConfig) -> None:
+    """End the processes, on whatever node, that follow an earlier incarnation of rank 0: none has begun to follow this
+    one. Those of a node that Ray has lost are left: they cannot be reached, and nothing of theirs is taken any more."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    stale: dict[str, list[ProcessRef]] = {}
+    for rank in range(1, config.num_ranks):
+        if (one := _following(rank_name(config.worker_id, rank))) is not None:
+            stale.setdefault(one.node_id, []).append(ProcessRef(one.pid, one.start_ticks))
+    here = stale.pop(node_id(), [])
+    there = []
+    for node, processes in stale.items():
+        affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(end_processes).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
+        there.append(task.remote(processes, LEAVE_TIMEOUT_S))
+    end_processes(here, LEAVE_TIMEOUT_S)
+    if there:
+        ray.wait(there, num_returns=len(there), timeout=REMOTE_TIMEOUT_S)
 
 
 def _following(process: str) -> Following | None:
     return ray_store.load(ray_store.following_key(process), Following)
 
 
-def delete_rank_records(worker: str, tp: int) -> None:
+def delete_rank_records(worker: str, num_ranks: int) -> None:
     """Delete what the ranks of a worker have recorded."""
-    if tp > 1:
+    if num_ranks > 1:
         ray_store.delete(ray_store.leader_key(worker))
-    for rank in range(1, tp):
+    for rank in range(1, num_ranks):
         ray_store.delete(ray_store.following_key(rank_name(worker, rank)))
 
 
-def end_followers(worker: str, tp: int) -> None:
+def end_followers(worker: str, num_ranks: int) -> None:
     """End the actors of a worker's followers for good."""
     import ray
 
-    for rank in range(1, tp):
+    for rank in range(1, num_ranks):
         actor = ray_store.find_actor(rank_name(worker, rank))
         if actor is not None:
             ray.kill(actor, no_restart=True)
@@ -125,6 +144,7 @@ class RankActor:
         setup_logging(os.environ)
         self._name = rank_name(self._settings.worker, self._settings.rank)
         pin_process(self._settings.cores)
+        self._node = OwnNode(self._settings)
         self._stopping = threading.Event()
         threading.Thread(target=self._run, name="rank", daemon=True).start()
 
@@ -174,10 +194,10 @@ class RankActor:
         rank = self._settings.rank
         mine = ProcessRef.of(os.getpid())
         record = Following(
-            incarnation=leader.incarnation, node_id=_node_id(), pid=mine.pid, start_ticks=mine.start_ticks
+            incarnation=leader.incarnation, node_id=node_id(), pid=mine.pid, start_ticks=mine.start_ticks
         )
         ray_store.save(ray_store.following_key(self._name), record)
-        config = rank_config(leader.config, rank, sees_all_devices=False)
+        config = self._node.configured(rank_config(leader.config, rank, sees_all_devices=False))
         secret = ray_store.cluster_secret()
         return be_rank(RankStart(config=config, rank=rank, leader_address=leader.address, secret=secret))
 
@@ -187,9 +207,3 @@ def end_this_actor() -> None:
     import ray
 
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-def _node_id() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id())

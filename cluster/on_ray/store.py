@@ -73,11 +73,11 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...]
     """Cores that it starts on; Ray's own processes sit on one, which it would inherit. Empty: all cores of its node."""
     claim_cores: int = 0
-    """Number of cores of its node to claim that no other worker has; 0 keeps the configured ones."""
+    """Number of cores of its node to claim that no other rank has; 0 keeps the configured ones."""
     bind_node: bool = False
     """Whether to listen on its node's address in place of the configured one."""
-    tp: int = 1
-    """Number of ranks of the worker; this process is the first one."""
+    num_ranks: int = 1
+    """Number of ranks of the worker, over all stages; this process is the first one."""
     environment: dict[str, str] = {}
     """Environment variables that are set before the libraries that read them are loaded."""
 
@@ -88,8 +88,13 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     """Id of the worker."""
     rank: int
+    """Its number among the ranks of all stages."""
     cores: tuple[int, ...]
     """Cores that it starts on, as in `ProcessSettings`."""
+    claim_cores: int = 0
+    """Number of cores of its own node to claim, as in `ProcessSettings`."""
+    bind_node: bool = False
+    """Whether its channels are bound to its own node's address, as in `ProcessSettings`."""
     environment: dict[str, str] = {}
     """Environment variables, as in `ProcessSettings`."""
 

@@ -164,6 +164,6 @@ def _key(config: WorkerConfig | GatewaySpec | None) -> _Key:
     if not isinstance(config, WorkerConfig):
         return TemplateStart(kind="gateway"), "cpu", restarts
     device = config.device.partition(":")[0]
-    shares = device == "cpu" and config.tp == 1 and not config.is_fake and num_memory_nodes() == 1
+    shares = device == "cpu" and config.num_ranks == 1 and not config.is_fake and num_memory_nodes() == 1
     weights = config.weights if shares else None
     return TemplateStart(kind="worker", is_fake=config.is_fake, weights=weights), device, restarts

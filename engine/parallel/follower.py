@@ -81,17 +81,17 @@ def serve_rank(
     secret: ClusterSecret,
     load: Callable[[WorkerConfig, Shard], ShardRunner] = make_runner,
 ) -> int:
-    """Be rank `shard.rank` of the worker whose rank 0 listens at `leader_address`, until the worker ends; returns the
-    exit status. `load` makes the rank's runner once rank 0 has accepted it. The process must be this rank's alone: it
+    """Be one rank of the worker whose rank 0 listens at `leader_address`, until the worker ends; returns the exit
+    status. `load` makes the rank's runner once rank 0 has accepted it. The process must be this rank's alone: it
     is ended if rank 0 is lost and the engine does not notice."""
-    name = f"{config.worker_id} rank {shard.rank}"
+    name = f"{config.worker_id} rank {shard.number}"
     try:
         connection = connect(leader_address, CONNECT_TIMEOUT_S)
     except ConnectionFailedError as error:
         logger.error("%s cannot connect to rank 0, exiting: %s", name, error)
         return EXIT_LOST
     try:
-        answer(connection, secret, "rank connection", config.worker_id, shard.rank, secrets.token_bytes(NONCE_BYTES))
+        answer(connection, secret, "rank connection", config.worker_id, shard.number, secrets.token_bytes(NONCE_BYTES))
     except ConnectionFailedError as error:
         logger.error("%s: rank 0 at %s refused this rank, exiting: %s", name, leader_address, error)
         connection.close()
@@ -132,7 +132,7 @@ class Follower:
         self._end_process = end_process
         self._grace_s = grace_s
         self._stop_grace_s = stop_grace_s
-        self._name = f"{config.worker_id} rank {shard.rank}"
+        self._name = f"{config.worker_id} rank {shard.number}"
         self._commands: queue.SimpleQueue[EngineCommand | Begin | Stop | None] = queue.SimpleQueue()
         """Commands for the engine thread; None when the connection has ended."""
         self._returned = threading.Event()
@@ -163,7 +163,7 @@ class Follower:
         self._staging = StagingParts(runner.new_staging)
         self._transports = self._make_transports(self._secret, runner, self._staging)
         join = Join(
-            rank=self._shard.rank, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
+            rank=self._shard.number, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )
         options = self._config.adapters
         self._adapters = KeptAdapters(runner, self._answer, 0 if options is None else options.max_loaded)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RankRendezvous:
-    """Takes one connection for each of the ranks 1 .. size - 1 and hands it to `on_connection`, on any thread.
+    """Takes one connection for each of the ranks 1 .. num_ranks - 1 and hands it to `on_connection`, on any thread.
 
     Raises:
         OSError: if it cannot listen on `host`.
@@ -42,13 +42,13 @@ class RankRendezvous:
         self,
         host: str,
         worker_id: str,
-        size: int,
+        num_ranks: int,
         secret: ClusterSecret,
         on_connection: Callable[[int, Connection], None],
     ) -> None:
         self._worker_id = worker_id
         self._lock = threading.Lock()
-        self._missing = set(range(1, size))
+        self._missing = set(range(1, num_ranks))
         """Ranks that have not connected."""
         self._listener = AuthenticatedListener(
             host, secret, "rank connection", self._take, lambda _, rank, connection: on_connection(rank, connection)
@@ -92,7 +92,7 @@ class Group:
         self._secret = secret
         self._start_ranks = start_ranks
         self._on_fault = on_fault
-        self.followers = ConnectedFollowers(config.tp, on_fault)
+        self.followers = ConnectedFollowers(config.num_ranks, on_fault)
         self._ranks: Ranks | None = None
         self._rendezvous: RendezvousServer | None = None
         self._collective: Collective | None = None
@@ -107,10 +107,11 @@ class Group:
             OSError: rank 0 cannot listen.
         """
         config = self._config
-        rendezvous = RankRendezvous(config.host, config.worker_id, config.tp, self._secret, self.followers.attach)
+        attach, num_ranks = self.followers.attach, config.num_ranks
+        rendezvous = RankRendezvous(config.host, config.worker_id, num_ranks, self._secret, attach)
         try:
             self._ranks = self._start_ranks(rendezvous.address)
-            local = make_runner(config, Shard(0, config.tp))
+            local = make_runner(config, Shard.of_number(0, config.tp, config.pp))
             local.checksum = Checksum.of_secret(self._secret)
             joins = self.followers.wait_joined(CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S)
         finally:

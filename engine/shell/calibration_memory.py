@@ -53,7 +53,7 @@ def calibration_folder(environ: Mapping[str, str] = os.environ) -> Path:
 @contextmanager
 def remembered_calibration(runner: ModelRunner, config: WorkerConfig) -> Iterator[CalibrationMemory]:
     """What an earlier worker measured; what the caller puts in its place is kept, if it is complete."""
-    if config.is_fake or config.device != "cpu" or config.tp > 1:
+    if config.is_fake or config.device != "cpu" or config.num_ranks > 1:
         yield CalibrationMemory()
         return
     path = calibration_folder() / f"{_key(runner, config)}.json"

@@ -1,7 +1,7 @@
 """The shell of a worker process, with one role or both.
 
-    start()   build the model runner (with `tp` > 1 over all ranks; this process is the first), bind the control server,
-              start engine thread and roles, return `WorkerInfo`
+    start()   build the model runner (over all ranks, if there are several; this process is the first), bind the control
+              server, start engine thread and roles, return `WorkerInfo`
     ...       sessions bring dispatches and cancels, the engine steps, the outbox carries tokens back
     stop()    roles give up their attempts, the server closes, both threads end, then the other ranks
 
@@ -94,7 +94,7 @@ class Worker:
     """The server, sessions, roles and engine thread of a worker process. Owner of the asyncio side.
 
     Raises:
-        ConfigError: `config.tp` is more than one, and there is no `start_ranks` to start the other ranks.
+        ConfigError: the worker has several ranks, and there is no `start_ranks` to start the other ranks.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class Worker:
         *,
         parts: WorkerParts = DEFAULT_PARTS,
     ) -> None:
-        if config.tp > 1 and start_ranks is None:
+        if config.num_ranks > 1 and start_ranks is None:
+            key, num_others = "tp" if config.tp > 1 else "pp", config.num_ranks - 1
             raise ConfigError(
-                f"tp: a worker of {config.tp} ranks needs `start_ranks`, to start {config.tp - 1} of them"
+                f"{key}: a worker of {config.num_ranks} ranks needs `start_ranks`, to start {num_others} of them"
             )
         self.config = config
         self.cluster_secret = secret
@@ -136,7 +137,7 @@ class Worker:
         """Held from the read of an operator's adapter until it has a slot or none: followers keep no second one."""
         self._group: Group | None = None
         """The other ranks; None where there are none."""
-        if config.tp > 1 and start_ranks is not None:
+        if config.num_ranks > 1 and start_ranks is not None:
             self._group = Group(config, secret, start_ranks, self._on_crash)
         self.followers: Followers = NoFollowers() if self._group is None else self._group.followers
         self.crashed = threading.Event()
@@ -190,7 +191,7 @@ class Worker:
         """What the router begins with; by processor time where this thread takes part in all that is computed."""
         config, now = self.config, process_clock().now
         wall_s, work_s = now(), time.thread_time()
-        computes_alone = config.device == "cpu" and config.tp == 1 and not config.is_fake
+        computes_alone = config.device == "cpu" and config.num_ranks == 1 and not config.is_fake
         work_clock = time.thread_time if computes_alone else None
         samples = calibrate(runner, config, now, known, work_clock)
         share = (time.thread_time() - work_s) / max(now() - wall_s, 1e-6)

@@ -23,8 +23,8 @@ from disagg.router.config import RecordingOptions
 
 POOL_KEYS = (
     "size, min_size, max_size, cores, block_size, token_budget, swap_bytes, decode_reserve_tokens, node_labels, "
-    "tp, ep, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, speculation, "
-    "max_num_seqs, cached_share, cached_keep_s, device, watermark"
+    "tp, pp, ep, num_threads, kv_cache_bytes, num_blocks, scheduling, max_itl_ms, step_ahead, skip_forced, "
+    "speculation, max_num_seqs, cached_share, cached_keep_s, device, watermark"
 )
 SECTIONS = (
     "model, kernels, gateway, mode, pools, adapters, models, placement, slo, network, controller, kv_cache, transfer, "
@@ -237,7 +237,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ),
         (
             "pools: {decode: {ep: true}}",
-            "pools.decode.ep: a worker of one rank has all experts; set tp to at least 2, or leave ep out",
+            "pools.decode.ep: with tp 1 a rank has all experts of its layers; set tp to at least 2, or leave ep out",
         ),
         ("pools: {decode: {tp: 0}}", "pools.decode.tp: expected int >= 1; got 0"),
         ("pools: {prefill: {block_size: 24}}", "pools.prefill.block_size: 24 is not a multiple of 16"),

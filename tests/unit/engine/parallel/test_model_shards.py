@@ -82,7 +82,7 @@ def test_ranks_with_whole_experts_give_the_same_tokens(folders: dict[str, Path],
     [
         ("mixtral", 16, "tp is 16, by which `num_attention_heads` of this model \\(4\\) cannot be divided"),
         ("llama", 2, "ep is true, but LlamaForCausalLM has no experts"),
-        ("qwen3_moe", 1, "ep: a worker of one rank has all experts; set tp to at least 2, or leave ep out"),
+        ("qwen3_moe", 1, "ep: with tp 1 a rank has all experts of its layers; set tp to at least 2, or leave ep out"),
     ],
 )
 def test_whole_experts_that_cannot_be_divided_are_refused(
