@@ -145,13 +145,19 @@ def window_pools(layout: KvLayout, num_blocks: int, block_size: int, limits: Poo
     return tuple([pool + int(pool * more / windows) for pool in least])
 
 
+def head_block_bytes(group: CacheGroup, block_size: int) -> int:
+    """Bytes of a block of one head of one layer."""
+    return block_size * group.bytes_per_token // (len(group.layers) * group.num_heads)
+
+
 def most_blocks(
     layout: KvLayout, block_size: int, limits: PoolLimits, cache_bytes: int, block_bytes: tuple[int, ...]
 ) -> int:
     """Blocks of the first group with which the caches of all groups take at most `cache_bytes`. `block_bytes`: of one
-    block of each group."""
+    block of each group, with the layers and heads of a rank; 0 for a group of which its stage has no layer. Without one
+    of the first group it is no more than one head of one layer of that group allows, which another stage has."""
     first, *others = block_bytes
-    low, high = 0, cache_bytes // first
+    low, high = 0, cache_bytes // (first or head_block_bytes(layout.groups[0], block_size))
     while others and low < high:
         middle = (low + high + 1) // 2
         pools = window_pools(layout, middle, block_size, limits)

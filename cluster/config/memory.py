@@ -4,17 +4,19 @@ each cache, and all caches fit into the machine."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
 from disagg.engine.adapters.modules import slot_bytes
-from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, window_pools
+from disagg.engine.cache_groups import PoolLimits, head_block_bytes, model_layout, most_blocks, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
 from disagg.engine.config import AdapterOptions, TierOptions, device_defaults
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.sharding.stages import layer_weights
 from disagg.engine.tiers.sizes import staging_bytes, tier_bytes_needed, tier_sizes
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
@@ -35,12 +37,36 @@ class GroupPool(NamedTuple):
     num_bytes: int
 
 
+class StageMemory(NamedTuple):
+    """What each rank of one stage of a pool's workers keeps in memory. Bytes."""
+
+    layers: range
+    """Numbers of the stage's layers."""
+    weights: int
+    """Matrices of the layers, embedding and head; without norms and biases."""
+    groups: tuple[GroupPool, ...]
+    """Caches of the cache groups of which the stage has layers; empty where their size is measured."""
+    experts: int
+    """Weights of its experts, a part of `weights`."""
+    scratch: int
+    """What its experts need beside weights."""
+    adapters: int
+    """Its slots for adapters."""
+
+    @property
+    def kv(self) -> int:
+        """All caches."""
+        return sum(group.num_bytes for group in self.groups)
+
+
 class PoolCache(NamedTuple):
-    """The KV caches of a pool's workers."""
+    """The KV caches of a pool's workers. Of several stages the largest decides how many blocks all of them have."""
 
     name: PoolName
     pool: PoolConfig
     model: ModelConfig
+    stage_layers: tuple[range, ...]
+    """Layers of each stage."""
     dtype: str
     """Name of the KV's dtype."""
     activation_bytes: int
@@ -74,9 +100,9 @@ class PoolCache(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the smallest cache, with the heads of the first rank: one block, and the pools of windows beside
-        it."""
-        return self._bytes_of(1)
+        """Bytes of the smallest cache of the largest stage, with the heads of the first rank: one block, and the pools
+        of windows beside it."""
+        return max(sum(group.num_bytes for group in self._groups(layers, 1)) for layers in self.stage_layers)
 
     @property
     def num_bytes(self) -> int:
@@ -84,21 +110,14 @@ class PoolCache(NamedTuple):
         for adapters, and of what their experts need beside weights. A cache whose size is measured counts as 0."""
         if self.is_counted_only:
             return 0
-        num_blocks = self.pool.num_blocks
-        each = self.configured_bytes or 0 if num_blocks is None else self._bytes_of(num_blocks)
-        if each:
-            each += self.scratch_bytes
-        each += self.adapter_bytes
-        return (each * self.pool.tp + self.tier_bytes + self.staging_bytes) * self.pool.size
+        ranks = sum(self._rank_bytes(stage) for stage in self.stages) * self.pool.tp
+        return (ranks + self.tier_bytes + self.staging_bytes) * self.pool.size
 
-    @property
-    def adapter_bytes(self) -> int:
-        """Bytes of each rank's slots for adapters."""
-        options = self.adapters
-        if options is None:
-            return 0
-        shard = Shard(0, self.pool.tp)
-        return options.max_loaded * slot_bytes(self.model, shard, options.max_rank, self.activation_bytes)
+    def _rank_bytes(self, stage: StageMemory) -> int:
+        """Of what `num_bytes` counts, that of each rank of a stage."""
+        is_sized_by_bytes = self.pool.num_blocks is None and self.pool.pp == 1
+        kv = self.configured_bytes or 0 if is_sized_by_bytes else stage.kv
+        return kv + (stage.scratch if kv else 0) + stage.adapters
 
     @property
     def staging_bytes(self) -> int:
@@ -106,37 +125,49 @@ class PoolCache(NamedTuple):
         return staging_bytes(self.layout, self.pool.tp) if self.has_folder else 0
 
     @property
-    def scratch_bytes(self) -> int:
-        """Bytes of each rank that its experts need beside weights and KV."""
-        return self._rank_model.scratch_bytes(self.pool.tokens_per_step, self.activation_bytes)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the weights of each rank's experts."""
-        return self._rank_model.num_expert_weights * self.weight_bytes
-
-    @property
     def num_blocks(self) -> int | None:
         """Blocks of the first cache group on each rank; None if the size is measured."""
         if self.pool.num_blocks is not None or (num_bytes := self.configured_bytes) is None:
             return self.pool.num_blocks
-        return most_blocks(self.layout, self.pool.tokens_per_block, self._limits, num_bytes, self._block_bytes)
+        size, limits = self.pool.tokens_per_block, self._limits
+        sizes = [self._block_bytes(layers) for layers in self.stage_layers]
+        return min(most_blocks(self.layout, size, limits, num_bytes, block_bytes) for block_bytes in sizes)
 
-    def groups(self, num_blocks: int) -> tuple[GroupPool, ...]:
-        """The caches of each rank whose first cache group has so many blocks. A draft model's KV is in the first
-        one."""
+    @property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """The memory of each rank, stage by stage."""
+        return tuple(self._stage(layers) for layers in self.stage_layers)
+
+    def _stage(self, layers: range) -> StageMemory:
+        model = self._rank_model(layers)
+        num_blocks, options = self.num_blocks, self.adapters
+        slots = 0 if options is None else options.max_loaded
+        max_rank = 0 if options is None else options.max_rank
+        of_stage = dataclasses.replace(self.model, layers=self.model.layers[layers.start : layers.stop])
+        return StageMemory(
+            layers,
+            _num_weights(model, layers, self.model.num_layers) * self.weight_bytes,
+            self._groups(layers, num_blocks) if num_blocks else (),
+            model.num_expert_weights * self.weight_bytes,
+            model.scratch_bytes(self.pool.tokens_per_step, self.activation_bytes),
+            slots and slots * slot_bytes(of_stage, Shard(0, self.pool.tp), max_rank, self.activation_bytes),
+        )
+
+    def _groups(self, layers: range, num_blocks: int) -> tuple[GroupPool, ...]:
+        """The caches of each rank of a stage with these layers, whose first cache group has so many blocks; those of
+        which it has no layer are left out. A draft model's KV is in the first one."""
         pools = (num_blocks, *window_pools(self.layout, num_blocks, self.pool.tokens_per_block, self._limits))
         return tuple(
             GroupPool(group.window, blocks, blocks * each)
-            for group, blocks, each in zip(self.layout.groups, pools, self._block_bytes, strict=True)
+            for group, blocks, each in zip(self.layout.groups, pools, self._block_bytes(layers), strict=True)
+            if each
         )
 
-    def _bytes_of(self, num_blocks: int) -> int:
-        return sum(group.num_bytes for group in self.groups(num_blocks))
-
-    @property
-    def _rank_model(self) -> ModelConfig:
-        return rank_model(with_whole_experts(self.model) if self.pool.ep else self.model, Shard(0, self.pool.tp))
+    def _rank_model(self, layers: range) -> ModelConfig:
+        """The part of the model that the first rank of a stage with these layers has."""
+        whole = with_whole_experts(self.model) if self.pool.ep else self.model
+        rank = rank_model(whole, Shard(0, self.pool.tp))
+        return dataclasses.replace(rank, layers=rank.layers[layers.start : layers.stop])
 
     @property
     def layout(self) -> KvLayout:
@@ -147,12 +178,14 @@ class PoolCache(NamedTuple):
     def _limits(self) -> PoolLimits:
         return PoolLimits(min(self.pool.max_num_seqs, self.pool.tokens_per_step), self.pool.tokens_per_step)
 
-    @property
-    def _block_bytes(self) -> tuple[int, ...]:
-        """Bytes of one block of each cache group, with the heads of a rank."""
+    def _block_bytes(self, layers: range) -> tuple[int, ...]:
+        """Bytes of one block of each cache group, with the heads of a rank and those of its layers that are among
+        `layers`."""
         pool, shard = self.pool, Shard(0, self.pool.tp)
         first, *others = [
-            pool.tokens_per_block * group.bytes_per_token // group.num_heads * len(shard.kv_heads(group.num_heads))
+            head_block_bytes(group, pool.tokens_per_block)
+            * len(shard.kv_heads(group.num_heads))
+            * sum(layer in layers for layer in group.layers)
             for group in self.layout.groups
         ]
         if self.draft is not None:
@@ -173,7 +206,7 @@ def check_block(cache: PoolCache) -> None:
 
 def _with_windows(cache: PoolCache) -> str:
     """What else than a block is in the smallest cache of a model with windows."""
-    if len(cache.groups(1)) == 1:
+    if len(cache.layout.groups) == 1:
         return ""
     return f" with the windows of one sequence and one step of {cache.pool.tokens_per_step} tokens"
 
@@ -181,10 +214,10 @@ def _with_windows(cache: PoolCache) -> str:
 def check_no_windows(cache: PoolCache, key: str) -> None:
     """Raises `ConfigError` for a model with windows, whose KV is not kept or sent in extents. `key` is what asks for
     that."""
-    groups = cache.groups(1)
-    if len(groups) > 1:
+    num_groups = len(cache.layout.groups)
+    if num_groups > 1:
         raise ConfigError(
-            f"{key}: is for models without windows; the model of {pool_path(cache.name)} has {len(groups)} cache groups"
+            f"{key}: is for models without windows; the model of {pool_path(cache.name)} has {num_groups} cache groups"
         )
 
 
@@ -226,30 +259,49 @@ def check_fits(caches: Sequence[PoolCache], memory_bytes: int) -> None:
 
 def memory_notes(caches: Sequence[PoolCache]) -> tuple[str, ...]:
     """The memory of each rank, for pools whose model has windows, experts or adapters: each pool of blocks, and what
-    experts and slots of adapters take; and what workers keep in host memory."""
+    experts and slots of adapters take; of pools with stages that of each stage, with weights and KV; and what workers
+    keep in host memory."""
     tiers = [
         f"{pool_path(cache.name)}: each worker keeps up to {_in_mib(cache.tier_bytes)} of KV in host memory"
         for cache in caches
         if cache.tier_bytes
     ]
-    return (*[note for cache in caches if (note := _memory_note(cache))], *tiers)
+    return (*[note for cache in caches if not cache.is_counted_only for note in _rank_notes(cache)], *tiers)
 
 
-def _memory_note(cache: PoolCache) -> str:
-    parts = []
-    if any(cache.model.windows) and (num_blocks := cache.num_blocks):
-        groups, size = cache.groups(num_blocks), cache.pool.tokens_per_block
-        if len(groups) > 1:
-            parts = [
-                f"KV of {f'the last {group.window}' if group.window else 'all'} tokens in {group.num_blocks} blocks "
-                f"({group.num_blocks * size} tokens, {_in_mib(group.num_bytes)})"
-                for group in groups
-            ]
-    if cache.scratch_bytes:
-        parts.append(f"experts of {_in_mib(cache.expert_bytes)} and {_in_mib(cache.scratch_bytes)} to compute them")
+def _rank_notes(cache: PoolCache) -> list[str]:
+    path, stages = pool_path(cache.name), cache.stages
+    if len(stages) == 1:
+        parts = _memory_parts(cache, stages[0])
+        return [f"{path}: each rank has {', '.join(parts)}"] if parts else []
+    notes = []
+    for number, stage in enumerate(stages):
+        parts = [f"weights of {_in_mib(stage.weights)}", *_memory_parts(cache, stage)]
+        place = f"stage {number}, layers {stage.layers.start} to {stage.layers.stop - 1}"
+        notes.append(f"{path}: each rank of {place}, has {', '.join(parts)}")
+    return notes
+
+
+def _memory_parts(cache: PoolCache, stage: StageMemory) -> list[str]:
+    size = cache.pool.tokens_per_block
+    parts = [
+        f"KV of {f'the last {group.window}' if group.window else 'all'} tokens in {group.num_blocks} blocks "
+        f"({group.num_blocks * size} tokens, {_in_mib(group.num_bytes)})"
+        for group in stage.groups
+        if len(cache.layout.groups) > 1 or cache.pool.pp > 1
+    ]
+    if stage.scratch:
+        parts.append(f"experts of {_in_mib(stage.experts)} and {_in_mib(stage.scratch)} to compute them")
     if (options := cache.adapters) is not None:
-        parts.append(f"slots for {options.max_loaded} adapters of {_in_mib(cache.adapter_bytes)}")
-    return f"{pool_path(cache.name)}: each rank has {', '.join(parts)}" if parts else ""
+        parts.append(f"slots for {options.max_loaded} adapters of {_in_mib(stage.adapters)}")
+    return parts
+
+
+def _num_weights(rank: ModelConfig, layers: range, num_layers: int) -> int:
+    """Weights of the matrices of a rank, whose part of the model has the stage's `layers` only: with the embedding on
+    the first stage and the head on the last."""
+    ends = (layers.start == 0) + (layers.stop == num_layers)
+    return sum(layer_weights(rank, layer) for layer in rank.layers) + ends * rank.vocab_size * rank.hidden_size
 
 
 def _in_mib(num_bytes: int) -> str:

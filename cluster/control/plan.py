@@ -62,6 +62,7 @@ from disagg.engine.config import (
 from disagg.engine.kv_transfer.transports.nixl_agent import check_installed
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.sharding.stages import stage_ends, stage_ranges
 from disagg.gateway.config import GatewayConfig, GatewayOptions, ModelSource
 from disagg.proto.config import KvReserve
 from disagg.proto.control import PoolKind, PoolName, ServedAdapter
@@ -263,9 +264,14 @@ def check_ranks(pools: Sequence[tuple[PoolName, PoolConfig]], model: ModelConfig
     """Check before anything is started that the ranks of a pool's workers can share their model.
 
     Raises:
-        ConfigError: naming the pool's `tp` and the size that cannot be divided, or its `ep` where there are no experts.
+        ConfigError: naming the pool's `tp` and the size that cannot be divided, its `pp` where there are fewer layers,
+            its `ep` where there are no experts; `tp` or `pp` of an encoder, which has one rank.
     """
     for name, pool in pools:
+        if model.encoder is not None and pool.num_ranks > 1:
+            key, count = ("tp", pool.tp) if pool.tp > 1 else ("pp", pool.pp)
+            raise ConfigError(f"{pool_path(name)}.{key}: {model.architecture} runs on one rank; {key} is {count}")
+        stage_ends(model, pool.pp, f"{pool_path(name)}.pp: ")
         key = "ep"
         try:
             whole = with_whole_experts(model) if pool.ep else model
@@ -410,6 +416,7 @@ def plan_cluster(
                     name,
                     pool,
                     model,
+                    stage_ranges(stage_ends(model, pool.pp)),
                     kv_dtype,
                     ELEMENT_BYTES[dtype],
                     ELEMENT_BYTES[weight_dtype],

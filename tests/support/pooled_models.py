@@ -20,6 +20,18 @@ LOGIT_SCORE = {
     "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
 }
 
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
+"""`config.json` of a small encoder."""
+
 
 def write_embedder(
     folder: Path, mode: str = "lasttoken", *, model_type: str = "qwen3", modules: Any = None, **config: Any

@@ -178,6 +178,28 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "model.quantization: int8 is for workers of one rank, not of 2",
         ),
         (
+            "{model: {quantization: stored}, pools: {prefill: {pp: 2, tp: 2}}}",
+            "model.quantization: stored is for workers of one rank, not of 4",
+        ),
+        (
+            "{model: {share_weights: true}, pools: {prefill: {pp: 2}}}",
+            "model.share_weights: only workers of one rank share their weights, not of 2",
+        ),
+        (
+            "{pools: {decode: {pp: 2, speculation: {method: draft, model: fake}}}}",
+            "pools.decode.speculation.method: draft is for workers of one rank, not of 2",
+        ),
+        ("pools: {prefill: {pp: 0}}", "pools.prefill.pp: expected int >= 1; got 0"),
+        ("pools: {decode: {cores: [1, 2, 3], tp: 2, pp: 2}}", "pools.decode.pp: 4 ranks do not fit on 3 cores"),
+        (
+            "pools: {decode: {cores: [1, 2, 3], pp: 2, num_threads: 2}}",
+            "pools.decode.num_threads: 2 threads of 2 ranks do not fit on 3 cores",
+        ),
+        (
+            "{kv_cache: {tiers: {disk: {path: /kv, bytes: 1GiB}}}, pools: {prefill: {pp: 2}}}",
+            "kv_cache.tiers.disk: is for workers of one rank; pools.prefill.pp is 2",
+        ),
+        (
             "model: {share_weights: maybe}",
             "model.share_weights: expected bool; got 'maybe'",
         ),

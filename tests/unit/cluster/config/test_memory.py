@@ -17,21 +17,12 @@ from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.sharding.stages import layer_weights, stage_ends
 from disagg.proto.errors import ConfigError
-from tests.support.pooled_models import write_json
+from tests.support.pooled_models import BERT, write_json
 from tests.support.tiny_models import make_checkpoint
 
 GIB = 1 << 30
-BERT = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +128,61 @@ def test_each_pool_of_windows_is_stated(tmp_path: Path, checkpoint: Path) -> Non
     )
     assert decode.startswith("pools.decode: each rank has KV of all tokens in ")
     assert notes(checkpoint, {}) == ()
+
+
+def test_the_memory_of_each_stage_is_stated_and_adds_up(checkpoint: Path) -> None:
+    """Qwen 3 of three layers on two stages of two ranks, whose weights and KV are those of one rank, each once."""
+    model = read_model_config(checkpoint)
+    layer = sum(layer_weights(model, each) for each in model.layers) // model.num_layers
+    embedding = model.vocab_size * model.hidden_size
+    assert stage_ends(model, 2) == (2, 3)
+    kv = 2 * model.num_kv_heads * model.head_dim * 16 * 2
+    weights, caches = [(2 * layer + embedding) * 2 // 2, (layer + embedding) * 2 // 2], [2 * 64 * kv // 2, 64 * kv // 2]
+    pools = {"prefill": {"kv_cache_bytes": caches[0], "tp": 2, "pp": 2}, "decode": {"num_blocks": 64}}
+    assert notes(checkpoint, {"pools": pools}) == tuple(
+        f"pools.prefill: each rank of stage {stage}, {layers}, has weights of {weights[stage] / 2**20:.1f} MiB, "
+        f"KV of all tokens in 64 blocks (1024 tokens, {caches[stage] / 2**20:.1f} MiB)"
+        for stage, layers in enumerate(("layers 0 to 1", "layers 2 to 2"))
+    )
+    both = 2 * 3 * 64 * kv
+    assert refusal(checkpoint, {"pools": pools}, both) == ""
+    assert "KV caches of all workers take" in refusal(checkpoint, {"pools": pools}, both - 1)
+
+
+def test_the_largest_stage_decides_how_many_blocks_there_are(checkpoint: Path) -> None:
+    model = read_model_config(checkpoint)
+    of_layer = 2 * model.num_kv_heads * model.head_dim * 16 * 2
+    pools = {"decode": {"pp": 2, "kv_cache_bytes": 2 * of_layer - 1}}
+    assert refusal(checkpoint, {"pools": pools}) == (
+        f"pools.decode.kv_cache_bytes: {2 * of_layer - 1} bytes hold no block of 16 tokens of this model, which takes "
+        f"{2 * of_layer}"
+    )
+    pools["decode"]["kv_cache_bytes"] += 1
+    assert refusal(checkpoint, {"pools": pools}) == ""
+
+
+def test_a_stage_has_only_the_windows_of_its_layers(tmp_path: Path) -> None:
+    """Gemma 3 of four layers, the last of which keeps all tokens."""
+    path = make_checkpoint("gemma3", tmp_path)
+    model = read_model_config(path)
+    full, window = model_layout(model, "bfloat16", 2).groups
+    pools = {"prefill": {"num_blocks": 100, "pp": 4}, "decode": {"kv_cache_bytes": 1 << 20, "pp": 4}}
+    found = notes(path, {"pools": pools})
+    blocks = window_pools(model_layout(model, "bfloat16", 2), 100, 16, PoolLimits(256, 512))[0]
+    one_window = blocks * 16 * window.bytes_per_token / len(window.layers) / 2**20
+    for layer, note in enumerate(found[:4]):
+        kept = (
+            f"all tokens in 100 blocks (1600 tokens, {1600 * full.bytes_per_token / len(full.layers) / 2**20:.1f} MiB)"
+            if layer in full.layers
+            else f"the last {window.window} tokens in {blocks} blocks ({blocks * 16} tokens, {one_window:.1f} MiB)"
+        )
+        assert note.startswith(f"pools.prefill: each rank of stage {layer}, layers {layer} to {layer}, has weights of ")
+        assert note.endswith(f"MiB, KV of {kept}")
+    (num_blocks,) = {note.split(" KV of all tokens in ")[1].split()[0] for note in found[4:] if " of all " in note}
+    (num_windows,) = {note.split(" tokens in ")[1].split()[0] for note in found[4:] if " of the last " in note}
+    assert (int(num_windows),) == window_pools(
+        model_layout(model, "bfloat16", 2), int(num_blocks), 16, PoolLimits(256, 512)
+    )
 
 
 @pytest.mark.parametrize(("quantization", "num_ranks", "weight_bytes"), [("none", 2, 2), ("int8", 1, 1)])

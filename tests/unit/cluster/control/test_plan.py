@@ -93,6 +93,7 @@ GPU_POOLS: list[tuple[dict[str, Any], list[str]]] = [
         {"prefill": {"device": "cuda", "size": 2}, "decode": {"device": "cuda", "tp": 2}},
         ["cuda:0", "cuda:1", "cuda:2"],
     ),
+    ({"prefill": {"device": "cuda", "pp": 3}, "decode": {"device": "cuda"}}, ["cuda:0", "cuda:3"]),
     ({"prefill": {"device": "cuda:2", "size": 2}, "decode": {"device": "cuda"}}, ["cuda:2", "cuda:3", "cuda:0"]),
 ]
 
@@ -126,6 +127,11 @@ def test_workers_that_come_later_take_the_next_devices() -> None:
         ),
         (
             {"prefill": {"device": "cuda", "size": 3}, "decode": {"device": "cuda", "tp": 2}},
+            "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one. "
+            "Pools that name the same one, such as cuda:0, share it",
+        ),
+        (
+            {"prefill": {"device": "cuda"}, "decode": {"device": "cuda", "tp": 2, "pp": 2}},
             "pools: decode-0 needs CUDA device 4; this machine has 4, and each rank of a worker takes one. "
             "Pools that name the same one, such as cuda:0, share it",
         ),
@@ -418,12 +424,12 @@ def test_workers_that_come_later_go_on_round_the_cores(
 
 
 def test_each_rank_takes_cores_for_its_threads() -> None:
-    pools = {"prefill": {"tp": 2, "num_threads": 2}, "decode": {"size": 2, "tp": 1}}
+    pools = {"prefill": {"pp": 2, "num_threads": 2}, "decode": {"size": 2, "tp": 1}}
     plan = plan_cores(parse_config({"pools": pools}), tuple(range(10, 16)))
     assert plan.workers == {"prefill-0": (10, 11, 12, 13), "decode-0": (14,), "decode-1": (15,)}
     assert plan.warnings == ()
     (prefill, *decode) = ClusterPlan(parse_config({"pools": pools}), {"": "fake"}, tuple(range(10, 16))).workers
-    assert (prefill.tp, prefill.num_threads, prefill.cores) == (2, 2, (10, 11, 12, 13))
+    assert (prefill.num_ranks, prefill.num_threads, prefill.cores) == (2, 2, (10, 11, 12, 13))
     assert [worker.tp for worker in decode] == [1, 1]
 
 
@@ -433,6 +439,7 @@ def test_each_rank_takes_cores_for_its_threads() -> None:
         ({"prefill": {"num_threads": "auto"}, "decode": {"num_threads": "auto"}}, {"prefill-0": 4, "decode-0": 4}),
         ({"prefill": {"num_threads": 2}, "decode": {"num_threads": "auto"}}, {"prefill-0": 2, "decode-0": 6}),
         ({"prefill": {"num_threads": "auto", "tp": 2}}, {"prefill-0": 3, "decode-0": 1}),
+        ({"prefill": {"num_threads": "auto", "pp": 2}}, {"prefill-0": 3, "decode-0": 1}),
         ({"decode": {"num_threads": "auto", "cores": [2, 3, 5]}}, {"prefill-0": 1, "decode-0": 3}),
         ({"decode": {"num_threads": "auto", "size": 9}}, {"prefill-0": 1, "decode-8": 1}),
     ],
@@ -451,7 +458,7 @@ def test_threads_without_a_number_share_the_cores_that_are_left(
 
 
 def test_ranks_that_share_cores_are_warned_about() -> None:
-    config = parse_config({"mode": "colocated", "pools": {"colocated": {"tp": 4}}})
+    config = parse_config({"mode": "colocated", "pools": {"colocated": {"tp": 2, "pp": 2}}})
     plan = plan_cores(config, (0, 1))
     assert plan.workers == {"colocated-0": (0, 1)}
     assert plan.warnings == ("the 4 ranks of colocated-0 share 2 cores: fine for trying out, not for timing",)

@@ -17,11 +17,13 @@ from disagg.cluster.system.cores import VISIBLE_DEVICES, own_devices, see_own_de
 from disagg.engine.config import WorkerConfig
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
+from tests.support.pooled_models import BERT, write_json
 from tests.support.secret import SECRET
 
 
-def worker(tp: int, cores: tuple[int, ...] = (), device: str = "cpu") -> WorkerConfig:
-    return WorkerConfig(worker_id="decode-0", roles=("decode",), model_path="/m", tp=tp, cores=cores, device=device)
+def worker(tp: int, cores: tuple[int, ...] = (), device: str = "cpu", pp: int = 1) -> WorkerConfig:
+    shape = {"tp": tp, "pp": pp}
+    return WorkerConfig(worker_id="decode-0", roles=("decode",), model_path="/m", cores=cores, device=device, **shape)
 
 
 def test_rank_0_has_its_worker_s_name_and_the_others_lead_back_to_it() -> None:
@@ -46,6 +48,7 @@ def test_rank_0_has_its_worker_s_name_and_the_others_lead_back_to_it() -> None:
 )
 def test_each_rank_has_its_share_of_the_cores(cores: tuple[int, ...], tp: int, shares: list[tuple[int, ...]]) -> None:
     assert [ranks.rank_cores(cores, Shard(rank, tp)) for rank in range(tp)] == shares
+    assert [ranks.rank_cores(cores, Shard(0, 1, rank, tp)) for rank in range(tp)] == shares
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,13 @@ def test_ranks_that_see_all_devices_take_different_ones(device: str, sees_all: b
     assert [each.device for each in found] == devices
     assert [each.cores for each in found] == [(0,), (1,)]
     assert {msgspec.structs.replace(each, device=device, cores=(0, 1)) for each in found} == {config}
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    config = worker(2, cores=tuple(range(8)), device="cuda:1", pp=2)
+    found = [ranks.rank_config(config, rank, sees_all_devices=True) for rank in range(config.num_ranks)]
+    assert [each.device for each in found] == ["cuda:1", "cuda:2", "cuda:3", "cuda:4"]
+    assert [each.cores for each in found] == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +163,29 @@ def test_whole_experts_of_a_model_without_experts_are_an_error_before_anything_s
         plan_cluster(parse_config(raw))
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_ranks_that_can_share_it_are_planned(tmp_path: Path, tp: int) -> None:
-    raw = {"model": {"path": checkpoint(tmp_path)}, "pools": {"prefill": {"tp": tp}}}
-    assert [config.tp for config in plan_cluster(parse_config(raw)).workers] == [tp, 1]
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated", "elastic"])
+def test_more_stages_than_layers_are_an_error_before_anything_starts(tmp_path: Path, mode: str) -> None:
+    name = {"disaggregated": "prefill", "colocated": "colocated", "elastic": "workers"}[mode]
+    path = checkpoint(tmp_path, num_hidden_layers=3)
+    raw = {"mode": mode, "model": {"path": path}, "pools": {name: {"tp": 2, "pp": 4}}}
+    with pytest.raises(ConfigError) as raised:
+        plan_cluster(parse_config(raw))
+    assert str(raised.value) == f"pools.{name}.pp: pp is 4; this model has 3 layers, and each stage needs one"
+
+
+@pytest.mark.parametrize(("field", "count"), [("tp", 2), ("pp", 3)])
+def test_an_encoder_of_several_ranks_is_an_error_before_anything_starts(tmp_path: Path, field: str, count: int) -> None:
+    write_json(tmp_path / "config.json", BERT)
+    write_json(tmp_path / "tokenizer.json", {})
+    raw = {"mode": "colocated", "model": {"path": str(tmp_path)}, "pools": {"colocated": {field: count}}}
+    with pytest.raises(ConfigError) as raised:
+        plan_cluster(parse_config(raw))
+    assert str(raised.value) == f"pools.colocated.{field}: BertModel runs on one rank; {field} is {count}"
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (8, 1), (1, 2), (4, 3)])
+def test_ranks_that_can_share_it_are_planned(tmp_path: Path, tp: int, pp: int) -> None:
+    path = checkpoint(tmp_path, num_hidden_layers=3)
+    raw = {"model": {"path": path}, "pools": {"prefill": {"tp": tp, "pp": pp}}}
+    prefill, decode = plan_cluster(parse_config(raw)).workers
+    assert [(each.tp, each.pp, each.num_ranks) for each in (prefill, decode)] == [(tp, pp, tp * pp), (1, 1, 1)]

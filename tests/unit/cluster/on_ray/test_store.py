@@ -44,6 +44,7 @@ def test_other_sizes_are_a_change_that_a_running_cluster_can_make() -> None:
         ),
         ({"mode": "colocated"}, "mode"),
         ({"pools": {"prefill": {"tp": 2}}}, r"pools\.prefill\.tp"),
+        ({"pools": {"prefill": {"pp": 2}}}, r"pools\.prefill\.pp"),
     ],
 )
 def test_anything_else_is_refused_by_name(raw: dict[str, object], named: str) -> None:
