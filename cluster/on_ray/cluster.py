@@ -34,6 +34,7 @@ from disagg.cluster.on_ray.controller_client import (
     wait_for_answer,
 )
 from disagg.cluster.on_ray.joined import JoinedSession
+from disagg.cluster.on_ray.places import check_places, known_nodes
 from disagg.cluster.on_ray.private import PrivateSession, auth_warnings
 from disagg.cluster.on_ray.session import Session
 from disagg.cluster.on_ray.store import ControllerSettings
@@ -97,6 +98,8 @@ class RayCluster(Cluster):
     def _open(self, check_stop: CheckStop) -> None:
         self._progress("ray", "starting")
         self._session.open()
+        if not self._is_private and (nodes := known_nodes(may_join=False)) is not None:
+            check_places(self._plan.config, nodes)
         check_stop()
         self._progress("ray", "ready")
         self._progress("controller", "starting")

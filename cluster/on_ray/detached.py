@@ -29,6 +29,7 @@ from disagg.cluster.on_ray.controller_client import (
     wait_for_answer,
 )
 from disagg.cluster.on_ray.joined import AUTO, JoinedSession
+from disagg.cluster.on_ray.places import check_places, known_nodes
 from disagg.cluster.on_ray.store import ControllerSettings
 from disagg.cluster.system.children import LaunchError
 from disagg.cluster.system.program import command
@@ -62,10 +63,13 @@ def run_start(
 
     Raises:
         LaunchError: if it cannot begin, runs with another configuration, or is not ready in time.
+        ConfigError: if the nodes that there can be have no place for a worker.
     """
     with joined(address):
         if find_controller() is None:
             check_gateway(config)
+            if (nodes := known_nodes(may_join=True)) is not None:
+                check_places(config, nodes)
             _create(config, cpu_dtype)
             console.print("the controller runs and starts the workers as nodes come", highlight=False)
         else:
