@@ -353,6 +353,12 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
         return min(self.max_num_seqs, self.token_budget)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of all steps that may be under way together: of prompts, one more than there are stages."""
+        has_several = self.pp > 1 and "prefill" in self.roles
+        return self.token_budget * (1 + self.pp) if has_several else self.token_budget
+
+    @property
     def is_fake(self) -> bool:
         """Whether it runs the deterministic model without weights."""
         return self.model_path == "fake"

@@ -4,12 +4,13 @@ plan = scheduler.schedule()         pure: which tokens of which sequences
 result = runner.run(plan)           the model: one sampled token per entry that samples
 events = scheduler.apply(plan, result)
 
-On a GPU decode steps are queued instead of run, each before the last one's tokens are known: `core/steps.py`.
+Some steps are queued instead of run, each before what the last ones sampled is known: decodes on a GPU, and prompts of
+a worker with stages. See `core/steps.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -134,28 +135,45 @@ class StepResult(msgspec.Struct, frozen=True):
 class QueuedStep(Protocol):
     """A step that was queued, and may not be computed yet."""
 
+    @property
+    def ended_at(self) -> float | None:
+        """When it was computed, on this process's monotonic clock; from then on `result` does not wait. None before,
+        and where that is not noticed before `result` is asked for."""
+        return None
+
     def result(self) -> StepResult:
         """Wait for what it sampled. To be called once."""
         ...
 
 
 class StepQueue(Protocol):
-    """Queues decode steps on a device and returns before they are computed. All later work of the runner is ordered
-    behind them."""
+    """Queues steps of one kind and returns before they are computed. They are computed in the order in which they were
+    queued, and all later work of the runner is ordered behind them."""
+
+    kind: Literal["decodes", "prompts"] = "decodes"
+    """What it takes: steps of decodes, each of which needs the token that the step before it samples; or steps of
+    prompts that end with their first token (`sampling_rules.ends_with_prompt`), which need nothing of each other's
+    results."""
+    max_ahead: int = 1
+    """Most steps whose results are not known when another one is queued."""
 
     @property
     def max_decodes(self) -> int:
-        """The largest step that it takes."""
+        """The largest step of decodes that it takes; of no meaning for prompts."""
         ...
 
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
-        """Queue a step of decodes only. `after` is the last one that was queued, where its result was not read
-        yet: the ids that it samples are inputs of this step.
+        """Queue a step of its kind. `after` is the last one that was queued, where its result was not read yet: of
+        decodes, the ids that it samples are inputs of this step.
 
-        An entry's last token is known, or it is the one that `after` samples for the same sequence. No entry requests
+        A decode's last token is known, or it is the one that `after` samples for the same sequence. No decode requests
         log-probabilities or for other logits than the model's (`sampling_rules.edits_logits`).
         """
         ...
+
+    def watch(self, wake: Callable[[], None]) -> bool:
+        """Have `wake` called whenever a step has got its `ended_at`, on any thread. False where that is not noticed."""
+        return False
 
 
 class Copying(Protocol):

@@ -88,6 +88,8 @@ class Sequence:
     """Prompt, emitted and generated tokens."""
     num_computed_tokens: int = 0
     """Tokens whose KV is in the cache."""
+    num_launched_tokens: int = 0
+    """Tokens behind those that steps under way compute, see `core/steps.py`."""
     num_forced: int = 0
     """Number of its last tokens that were not sampled: the grammar left no choice behind the last sampled one."""
     swapped_tokens: int = 0
@@ -163,9 +165,19 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def next_token(self) -> int:
+        """The first token that is neither computed nor in a step under way."""
+        return self.num_computed_tokens + self.num_launched_tokens
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Known tokens from there on."""
+        return len(self.token_ids) - self.num_computed_tokens - self.num_launched_tokens
+
+    @property
     def has_prompt_left(self) -> bool:
-        """Whether more is to be computed than what a decode computes."""
-        return len(self.token_ids) - self.num_computed_tokens > 1 + self.num_forced
+        """Whether more is to be planned than what a decode computes."""
+        return self.num_unplanned_tokens > 1 + self.num_forced
 
     @property
     def gathers_prompt(self) -> bool:

@@ -37,6 +37,11 @@ def edits_logits(sequence: SampledRow) -> bool:
     return bool(sampling.logit_bias or sampling.grammar) or penalizes(sampling) or masks_stops(sequence)
 
 
+def ends_with_prompt(sequence: Sequence) -> bool:
+    """Whether this worker computes nothing of it behind its prompt, and its tokens in any steps."""
+    return sequence.hold_after_prefill and sequence.spec.pooling is None
+
+
 def takes_forced(sequence: Sequence) -> bool:
     """Whether tokens that its grammar forces may be appended behind a sampled one. Not where each needs a step of its
     own, for its log-probabilities or for what `min_tokens` masks; nor where the sequence goes on elsewhere, which

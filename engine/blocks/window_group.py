@@ -5,7 +5,7 @@
 
 A sequence holds the blocks of its window and those that a step writes to. So between two steps it holds no more than
 its tokens fill, and never more than the window takes (`most_held`), however long it becomes; the steps' own tokens take
-what the pool keeps apart for one step. So many blocks are promised: at admission for the tokens that are known and for
+what the pool keeps apart for the steps that may be under way together. So many blocks are promised: at admission for the tokens that are known and for
 some output, as in the first group, and from then on for each token that is to be written. The sum of all promises never
 exceeds the pool, so that what was promised can be allocated. Where several sequences share blocks, less is held than
 was promised.
@@ -32,7 +32,7 @@ class WindowGroup:
         number: its place among the layout's groups.
         group: its window.
         blocks: its blocks; nothing of them is reserved.
-        step_tokens: tokens of a step, for whose blocks there is always room.
+        step_tokens: tokens of the steps that may be under way together, for whose blocks there is always room.
 
     Raises:
         ValueError: if not even one sequence fits.

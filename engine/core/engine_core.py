@@ -10,8 +10,8 @@
 Every live sequence ends in exactly one way: with `Ended`, or without an event by `Release`. After either nothing of it
 is held here.
 
-A step may be computed while the next one is planned (`steps.py`); its tokens are events of a later call then. What a
-command changes meanwhile, it changes behind that step. `Scattered` may be an event of a later call, too: the buffer was
+Steps may be computed while the next one is planned (`steps.py`); their tokens are events of later calls then. What a
+command changes meanwhile, it changes behind those steps. `Scattered` may be an event of a later call, too: the buffer was
 read then (`blocks/landing.py`). A copy out of the cache that a device makes is only begun here: `Gathering`.
 
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
@@ -86,7 +86,7 @@ from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.serving import Serving
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.step_limit import StepLimit
-from disagg.engine.core.steps import Steps, failed, num_alike
+from disagg.engine.core.steps import FinishedStep, Steps, failed, num_alike
 from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.speculation.lookup import Lookup
@@ -194,7 +194,7 @@ class EngineCore:
         self._joined: list[tuple[Sequence, float]] = []
         """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
-        self._moves = Moves(self._scheduler, self._steps)
+        self._moves = Moves(self._scheduler)
         fits = min(config.token_budget, self._scheduler.max_model_len - 1) >= NUM_TOKENS
         windows = [window.blocks for window in self._scheduler.kv_cache.windows]
         self._idle_steps = IdleSteps(runner, [self._blocks, *windows], calibration, fits=fits)
@@ -220,14 +220,28 @@ class EngineCore:
         return len(self._scheduler.waiting) > 0 and not self._stalled
 
     @property
+    def finished(self) -> Seq[FinishedStep]:
+        """The steps that the last call of `run_step` finished, but for those that failed."""
+        return self._steps.finished
+
+    @property
     def last_plan(self) -> StepPlan:
-        """What the last call of `run_step` finished; empty where that was nothing, or failed."""
-        return self._steps.last_plan
+        """The last one of these; empty without any."""
+        return self._steps.finished[-1].plan if self._steps.finished else StepPlan()
 
     @property
     def last_began(self) -> float:
-        """When that was planned: the `now` of `plan_step`."""
-        return self._steps.last_began
+        """When that was planned: the `now` of `plan_step`; 0 without any."""
+        return self._steps.finished[-1].began if self._steps.finished else 0.0
+
+    def watch_steps(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on any thread, when a queued step is computed; to be called once."""
+        self._steps.watch(wake)
+
+    @property
+    def is_waiting_for_step(self) -> bool:
+        """Whether `run_step` would only wait for a queued step, of whose end `watch_steps` will tell."""
+        return not self.planned.entries and self._steps.is_awaited
 
     @property
     def is_idle(self) -> bool:
@@ -601,8 +615,9 @@ class EngineCore:
         return max(sequence.cached_tokens, self._groups[group].kept_from(sequence.num_tokens))
 
     def _has(self, sequence: Sequence, group: int, start: int, end: int) -> bool:
-        """Whether the KV of tokens [start, end) of a cache group is in the cache."""
-        if not 0 <= group < len(self._groups) or not 0 <= start < end <= sequence.num_computed_tokens:
+        """Whether the KV of tokens [start, end) of a cache group is in the cache, or will be behind steps under way,
+        behind which a copy of it is ordered."""
+        if not 0 <= group < len(self._groups) or not 0 <= start < end <= sequence.next_token:
             return False
         return not group or sequence.windows[group - 1].first_token <= start
 
@@ -678,8 +693,8 @@ class EngineCore:
 
     @property
     def expected_s(self) -> float:
-        """How long the planned step is predicted to take; 0 where no step takes long."""
-        return self._limit.expected_s(self.planned)
+        """How long the planned step is predicted to take, or the one that is waited for; 0 where no step takes long."""
+        return max(self._limit.expected_s(self.planned), self._limit.expected_s(self._steps.oldest))
 
     @property
     def num_alike(self) -> int:
@@ -914,10 +929,11 @@ def _order_none(adapter: Adapter, slot: int) -> None:
 def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:
     """The cache groups beside the first one."""
     sizes, groups = runner.window_blocks, runner.layout.groups[1:]
-    windows = []
+    queue, windows = runner.step_queue, []
+    num_steps = 1 + queue.max_ahead if queue is not None and queue.kind == "prompts" else 1
     for number, (group, size, cached) in enumerate(zip(groups, sizes, pools, strict=True), start=1):
         blocks = BlockManager(size, runner.block_size, config.watermark_blocks(size), cached, announces=False)
-        windows.append(WindowGroup(number, group, blocks, config.token_budget))
+        windows.append(WindowGroup(number, group, blocks, num_steps * config.token_budget))
     return windows
 
 

@@ -18,7 +18,6 @@ import msgspec
 from disagg.engine.blocks.kv_cache_manager import KVCacheManager
 from disagg.engine.commands import Event, Exported, Held
 from disagg.engine.core.scheduler import Scheduler
-from disagg.engine.core.steps import Steps
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence, SequenceState
 from disagg.proto.ids import AttemptKey, GatewayId
@@ -75,9 +74,8 @@ def extend(
 class Moves:
     """Takes sequences out of the batch that move, and puts them back. Owner: the engine core."""
 
-    def __init__(self, scheduler: Scheduler, steps: Steps) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._steps = steps
         self._to_hold: dict[AttemptKey, int] = {}
         """Sequences that are in a step still, and what their peers know of them."""
 
@@ -104,7 +102,7 @@ class Moves:
         for key, num_known in list(self._to_hold.items()):
             sequence = self._scheduler.sequences.get(key)
             if sequence is not None and (
-                self._steps.computes(sequence)
+                sequence.num_launched_tokens
                 or (planned is not None and _has(planned, sequence))
                 or (sequence.is_decoding and sequence.num_uncomputed_tokens > 1)
             ):

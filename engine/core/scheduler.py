@@ -5,7 +5,7 @@
     result = runner.run(plan)
     events = scheduler.apply(plan, result)   tokens appended, full blocks published, ended sequences dropped
 
-A step that is planned before the last one's tokens are known is made by `steps.plan_ahead`.
+A step that is planned before the last ones' tokens are known is made by `steps.plan_ahead`.
 
 No step is planned that is predicted to take many seconds (`step_limit.py`).
 
@@ -71,6 +71,7 @@ from disagg.engine.core.slack import UNLIMITED, Decode, Fitting, Slack, StepBudg
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult
 from disagg.engine.request import Sequence, SequenceState
+from disagg.engine.sampling_rules import ends_with_prompt
 from disagg.engine.speculation.drafts import most_drafts, with_drafts
 from disagg.engine.speculation.speculation import Speculation
 from disagg.proto.ids import AttemptKey
@@ -299,8 +300,15 @@ class Scheduler:
         for sequence in self._slack.changed(now):
             self.waiting.push(self._order(sequence), sequence)
 
-    def schedule(self) -> StepPlan:
-        """The next step; empty when nothing can be computed now."""
+    def schedule_prompts(self) -> StepPlan:
+        """The step behind those under way, of prompts that end with their first token here; empty while a sequence
+        runs that does not, since its next step depends on what they sample."""
+        if not all(map(ends_with_prompt, self.running.values())):
+            return StepPlan()
+        return self.schedule(ahead=True)
+
+    def schedule(self, *, ahead: bool = False) -> StepPlan:
+        """The next step; empty when nothing can be computed now. `ahead`: as of `schedule_prompts`."""
         match self.scheduling:
             case "decode_first" | "slack":
                 num_preempted = self.num_preempted
@@ -312,22 +320,26 @@ class Scheduler:
                 ):
                     counted = [Decode(e.sequence, e.sequence.num_output_tokens, e.start + 1) for e in decodes]
                     step_budget = self._slack.step_budget(counted, self._now)
-                plan = StepPlan(decodes, self._plan_prefills(decodes, may_admit, step_budget))
+                plan = StepPlan(decodes, self._plan_prefills(decodes, may_admit, step_budget, ahead=ahead))
                 self._num_without = 0 if plan.prefills else self._num_without + 1
-                plan = self._with_drafts(plan)
+                plan = plan if ahead else self._with_drafts(plan)
             case "prefill_first":
-                plan = self._plan_one_kind(may_admit=True)
+                plan = self._plan_one_kind(may_admit=True, ahead=ahead)
             case "static":
-                self._form_batch()
-                plan = self._plan_one_kind(may_admit=False)
+                if not ahead:
+                    self._form_batch()
+                plan = self._plan_one_kind(may_admit=False, ahead=ahead)
         if self.num_pooled and any(entry.sequence.spec.pooling is not None for entry in plan.entries):
             plan = msgspec.structs.replace(plan, pools=True)
         return plan
 
-    def _plan_one_kind(self, *, may_admit: bool) -> StepPlan:
+    def _plan_one_kind(self, *, may_admit: bool, ahead: bool) -> StepPlan:
         """Prompts alone while there are any to compute, else decodes."""
-        prefills = self._plan_prefills((), may_admit)
-        return StepPlan((), prefills) if prefills else self._with_drafts(StepPlan(self._plan_decodes(), ()))
+        prefills = self._plan_prefills((), may_admit, ahead=ahead)
+        if prefills:
+            return StepPlan((), prefills)
+        plan = StepPlan(self._plan_decodes(), ())
+        return plan if ahead else self._with_drafts(plan)
 
     def _form_batch(self) -> None:
         if self.running:
@@ -340,10 +352,10 @@ class Scheduler:
         victims, block_size = self._victims(), self.blocks.block_size
         num_free = min(self.max_num_seqs, self.token_budget - 1) - len(self.running)
         for sequence in list(self.running.values()):
-            start = sequence.num_computed_tokens
+            start = sequence.next_token
             num_tokens = len(sequence.token_ids) - start
             if num_tokens != 1:
-                if sequence.has_prompt_left:
+                if num_tokens == 0 or sequence.has_prompt_left:
                     continue
                 num_tokens = num_to_decode(sequence, num_free, self.kv_cache, len(self.running) - 1)
                 num_free -= num_tokens - 1
@@ -415,6 +427,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.totals["preemptions"] += 1
         num_computed = sequence.num_computed_tokens
+        assert not sequence.num_launched_tokens, f"{sequence.key} would be preempted while a step computes it"
         firsts = tuple([held.first_token for held in sequence.windows])
         pieces = self.swap.keep(sequence.key, num_computed, firsts)
         if num_computed and not pieces and not self.recomputes:
@@ -434,9 +447,14 @@ class Scheduler:
         self.waiting.push(self._order(sequence), sequence)
 
     def _plan_prefills(
-        self, decodes: Seq[ScheduledSequence], may_admit: bool, step_budget: StepBudget = UNLIMITED
+        self,
+        decodes: Seq[ScheduledSequence],
+        may_admit: bool,
+        step_budget: StepBudget = UNLIMITED,
+        *,
+        ahead: bool = False,
     ) -> tuple[ScheduledSequence, ...]:
-        """Prompt chunks beside these decodes that take up `step_budget` at most."""
+        """Prompt chunks beside these decodes that take up `step_budget` at most. `ahead`: as of `schedule_prompts`."""
         budget = self.token_budget - len(decodes)
         if self._slack is not None:
             for sequence in self.running.values():  # those that wait are looked at by `advance`
@@ -451,17 +469,19 @@ class Scheduler:
             fitting = self._num_fitting(sequence, budget, step_budget)
             if self._limit is None or left_ms == math.inf:
                 return fitting
-            most = self._limit.num_tokens(sequence.num_computed_tokens, left_ms, first=not planned)
+            most = self._limit.num_tokens(sequence.next_token, left_ms, first=not planned)
             return fitting if most >= fitting.num_tokens else Fitting(int(most), is_exact=not planned)
 
         def joins(sequence: Sequence) -> bool:
             if num_ended == 0 or self._slack is None:
                 return True
-            num_left, start = len(self.waiting) + len(started), sequence.num_computed_tokens
-            return self._slack.saves_time(start, sequence.num_uncomputed_tokens, num_ended, num_left, step_budget)
+            num_left, start = len(self.waiting) + len(started), sequence.next_token
+            return self._slack.saves_time(start, sequence.num_unplanned_tokens, num_ended, num_left, step_budget)
 
         while budget > 0:
             head = self.waiting.peek() if may_admit else None
+            if ahead and head is not None and not ends_with_prompt(head[1]):
+                may_admit, head = False, None
             if head is not None and (not started or head[0] < self._order(started[0])):
                 sequence = head[1]
                 if not self._fits(sequence, fitting_of) or not joins(sequence):
@@ -476,7 +496,7 @@ class Scheduler:
             fitting = fitting_of(sequence)
             num_tokens = chunk_budget(sequence, fitting.num_tokens, planned)
             if self._whole_prompts:
-                num_tokens = budget if sequence.num_uncomputed_tokens <= budget else 0
+                num_tokens = budget if sequence.num_unplanned_tokens <= budget else 0
             entry = self._plan_chunk(sequence, num_tokens, first=not planned and fitting.is_exact)
             if entry is None:
                 break
@@ -494,24 +514,24 @@ class Scheduler:
     def _num_fitting(self, sequence: Sequence, budget: int, step_budget: StepBudget) -> Fitting:
         if self._slack is None:
             return Fitting(budget, True)
-        start = sequence.num_computed_tokens
+        start = sequence.next_token
         return self._slack.num_fitting(sequence, start, budget, step_budget, self._num_without, self._now)
 
     def _fits(self, sequence: Sequence, fitting_of: Callable[[Sequence], Fitting]) -> bool:
         """Whether a prompt that waits may begin. A sequence whose KV is in host memory computes none of it again."""
         if sequence.state is SequenceState.SUSPENDED:
             return True
-        return fitting_of(sequence).may_begin(sequence.num_uncomputed_tokens, self.blocks.block_size)
+        return fitting_of(sequence).may_begin(sequence.num_unplanned_tokens, self.blocks.block_size)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, *, first: bool) -> ScheduledSequence | None:
-        start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
-        num_tokens = chunk_length(start, num_uncomputed, budget, self.blocks.block_size, first=first)
-        if sequence.hold_after_prefill and num_tokens == num_uncomputed:
+        start, num_unplanned = sequence.next_token, sequence.num_unplanned_tokens
+        num_tokens = chunk_length(start, num_unplanned, budget, self.blocks.block_size, first=first)
+        if sequence.hold_after_prefill and num_tokens == num_unplanned:
             num_tokens = before_tail(start, num_tokens, self.tail_tokens, self.blocks.block_size)
         if num_tokens == 0:
             return None
         self.kv_cache.extend(sequence, start + num_tokens)
-        return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_uncomputed)
+        return ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == num_unplanned)
 
     # ------------------------------------------------------------ apply
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from disagg.engine.blocks.window_group import WindowGroup
 from disagg.engine.core.scheduler import Scheduler
 from disagg.engine.plan import StepPlan
 from disagg.engine.request import Sequence, SequenceState
 
 
-def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequence] = ()) -> None:
-    """Our own invariants: no sequence computes into a block that another one can read. To `pending` sequences a step
-    that is under way gives one more token.
+def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Our own invariants: no sequence computes into a block that another one can read.
 
     Raises:
         AssertionError: one does not hold.
@@ -25,15 +22,17 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, pending: Collection[Sequenc
     for entry in entries:
         sequence, start = entry.sequence, entry.start
         end = start + entry.num_tokens
-        key, table, num_pending = sequence.key, sequence.block_table, sequence in pending
+        key, table = sequence.key, sequence.block_table
         assert sequence.state is running, f"{key} is planned and not running"
         if sequence in ends:
             follows = sequence is before and start == ends[sequence]
             assert follows, f"{key} is planned twice"
         else:
-            assert start == sequence.num_computed_tokens + num_pending, f"{key} would leave a gap"
+            assert start == sequence.next_token, f"{key} would leave a gap"
         ends[sequence], before = end, sequence
-        num_known = len(sequence.token_ids) + num_pending
+        num_known = len(sequence.token_ids)
+        if sequence.num_launched_tokens:  # of a decode, whose token of the step under way counts as known
+            num_known = max(num_known, sequence.next_token + 1)
         if entry.drafts:
             assert end == num_known + len(entry.drafts), f"{key} has a draft at the wrong place"
             assert entry.samples, f"{key} does not sample behind a draft"
@@ -84,7 +83,8 @@ def _check_windows(scheduler: Scheduler) -> list[str]:
             first_seen = max(0, sequence.num_computed_tokens + 1 - window.group.window)
             if held.first_token > first_seen and sequence.state is not SequenceState.RESERVED:
                 problems.append(f"{sequence.key} has lost a block of its window of {window.group.window} tokens")
-            if held.num_held > held.num_promised and sequence.state is not SequenceState.RESERVED:
+            num_launched = -(-sequence.num_launched_tokens // window.size)
+            if held.num_held - num_launched > held.num_promised and sequence.state is not SequenceState.RESERVED:
                 promised = f"{held.num_promised} are promised"
                 problems.append(f"{sequence.key} holds {held.num_held} blocks of a window, {promised}")
             covered = (len(sequence.block_table) + sequence.reserved_blocks) * window.size
@@ -139,6 +139,11 @@ def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> list[str]:
         full = table[: sequence.num_computed_tokens // blocks.block_size]
         if not all(map(blocks.prefix.is_published, full)):
             problems.append(f"{key} has computed a full block that is not published")
+    if sequence.num_launched_tokens:
+        if len(table) * blocks.block_size < sequence.next_token:
+            problems.append(f"the block table of {key} does not cover what steps under way compute")
+        if state is not SequenceState.RUNNING:
+            problems.append(f"{key} is {state.value} while a step computes it")
     if state is SequenceState.HELD and sequence.reserved_blocks and not sequence.is_leaving:
         problems.append(f"{key} is computed and still has blocks reserved")
     return problems

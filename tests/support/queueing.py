@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from typing_extensions import override
 
@@ -39,6 +40,7 @@ class HostQueuedStep:
     faults: Mapping[int, RowFault] = field(default_factory=dict)
     error: Exception | None = None
     was_asked: bool = False
+    ended_at: float | None = None
 
     def result(self) -> StepResult:
         assert not self.was_asked, "a result is read twice"
@@ -75,6 +77,9 @@ class QueueingRunner(FakeModelRunner):
     """A fake runner whose steps are queued and computed later. `failing`: numbers of queued steps, from 0, that fail,
     with where: `enqueue` at once, `result` when they are computed."""
 
+    kind: Literal["decodes", "prompts"] = "decodes"
+    max_ahead = 1
+
     def __init__(
         self,
         num_blocks: int = 10,
@@ -100,6 +105,9 @@ class QueueingRunner(FakeModelRunner):
     def step_queue(self) -> StepQueue | None:  # type: ignore[override]
         """Itself."""
         return self if self.is_launching else None
+
+    def watch(self, wake: Callable[[], None]) -> bool:
+        return False
 
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
         assert not plan.prefills

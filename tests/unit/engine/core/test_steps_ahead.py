@@ -10,7 +10,7 @@ import pytest
 from disagg.engine.commands import Add, Ended, Event, Join, Joined, Release, Reserve, Scatter, Scattered, TokenSampled
 from disagg.engine.config import Scheduling
 from disagg.engine.core.engine_core import EngineCore
-from disagg.engine.core.steps import plan_ahead
+from disagg.engine.core.steps import plan_decodes_ahead
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import StepPlan, StepResult
 from tests.support.engine import (
@@ -235,9 +235,9 @@ class TestWhatWaits:
         scheduler = make_scheduler()
         add_to(scheduler, "a", 40)
         (entry,) = scheduler.schedule().entries
-        assert plan_ahead(scheduler, StepPlan(), 8) == StepPlan()
+        assert plan_decodes_ahead(scheduler, 8) == StepPlan()
         scheduler.apply(StepPlan(prefills=(entry,)), StepResult([7]))
-        assert shape_of(plan_ahead(scheduler, StepPlan(), 8)) == ([("a", 40, 1)], [])
+        assert shape_of(plan_decodes_ahead(scheduler, 8)) == ([("a", 40, 1)], [])
 
     def test_a_prompt_without_a_place_holds_up_nobody(self) -> None:
         runner = QueueingRunner(20)
