@@ -104,6 +104,12 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """int32, slot of the adapter of each token, -1 for the base model; None where no token has one."""
 
 
+class Mark(Message, frozen=True, kw_only=True, tag=True):
+    """Answer once the commands of the engine before this one are carried out."""
+
+    call: int
+
+
 class _CopyPart(Message, frozen=True, kw_only=True):
     """Fields of both copies between cache and staging."""
 
@@ -212,9 +218,9 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """End in an orderly way."""
 
 
-EngineCommand = Step | PutAdapter | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
+EngineCommand = Step | Mark | PutAdapter | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
 TransportCommand = OpenPair | SendPart | ReceivePart | ClosePair
-RankCall = Capture | ReadAdapter | GatherPart | ScatterPart | TransportCommand
+RankCall = Capture | Mark | ReadAdapter | GatherPart | ScatterPart | TransportCommand
 """Commands that are answered by a `Done`."""
 RankCommand = Begin | EngineCommand | ReadAdapter | TransportCommand | FreeBuffer | Stop
 Answer = Join | Posted | Done | Failed

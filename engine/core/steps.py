@@ -246,9 +246,7 @@ class Steps:
     def _finish_queued(self, most_left: int) -> list[Event]:
         """Finish steps under way in their order: all that are computed, and others until `most_left` are left."""
         events: list[Event] = []
-        while self._under_way and (
-            len(self._under_way) > most_left or self._under_way[0].queued.ended_at is not None
-        ):
+        while self._under_way and (len(self._under_way) > most_left or self._under_way[0].queued.ended_at is not None):
             step = self._under_way.popleft()
             for entry in step.plan.entries:
                 entry.sequence.num_launched_tokens -= entry.num_tokens

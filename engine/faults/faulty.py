@@ -312,6 +312,7 @@ class _FaultyLauncher(StepQueue):
     def __init__(self, inner: StepQueue, before_step: Callable[[], None]) -> None:
         self._inner = inner
         self._before_step = before_step
+        self.kind, self.max_ahead = inner.kind, inner.max_ahead
 
     @property
     @override
@@ -322,6 +323,10 @@ class _FaultyLauncher(StepQueue):
     def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
         self._before_step()
         return self._inner.enqueue(plan, after)
+
+    @override
+    def watch(self, wake: Callable[[], None]) -> bool:
+        return self._inner.watch(wake)
 
 
 class _BreakingMailbox(Mailbox[M]):

@@ -45,6 +45,7 @@ from disagg.engine.rank_messages import (
     FreeBuffer,
     GatherPart,
     Join,
+    Mark,
     Posted,
     PutAdapter,
     RankCommand,
@@ -182,6 +183,8 @@ class Follower:
                     logger.info("%s is ready to compute", self._name)
                 case Step():
                     runner.compute(decode_step(command))
+                case Mark():
+                    self._answer(Done(call=command.call, ok=True))
                 case Capture():
                     error = runner.capture(command.num_seqs)
                     self._answer(Done(call=command.call, ok=not error, error=error))
@@ -233,6 +236,7 @@ class Follower:
                 Begin()
                 | Stop()
                 | Step()
+                | Mark()
                 | PutAdapter()
                 | Capture()
                 | DropCaptures()

@@ -1,6 +1,7 @@
 """Rank 0 of a worker: a `ModelRunner` over all ranks.
 
     run      the batch as arrays ──> `Step` to all; they meet inside the layers, and rank 0 samples
+             with stages, steps of prompts are queued: `stage_queue.py`
     gather   `GatherPart` to those that send something, the own part, then all answers
     scatter  `ScatterPart` to all, the own part, then all answers: the staging slot is used again afterwards
 
@@ -26,6 +27,7 @@ from disagg.engine.adapters.folder import AdapterError
 from disagg.engine.parallel.adapters import rank_fault
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
+from disagg.engine.parallel.stage_queue import StageQueue
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.rank_messages import (
@@ -56,9 +58,7 @@ COPY_TIMEOUT_S = 60.0
 
 class GroupRunner(ModelRunner):
     """A `ModelRunner` over all ranks. `local` is rank 0's, joined already; it has as many blocks as every other rank.
-    Steps are not queued: ranks exchange tensors inside the layers."""
-
-    step_queue: StepQueue | None = None
+    Steps of prompts are queued where there are stages, others never: ranks exchange tensors inside the layers."""
 
     def __init__(self, local: ShardRunner, followers: Followers, on_fault: Callable[[BaseException], None]) -> None:
         self._local = local
@@ -75,6 +75,9 @@ class GroupRunner(ModelRunner):
         self.tp = followers.size
         self.warm_up = local.warm_up
         self.checksum = local.checksum
+        self._step_queue: StageQueue | None = None
+        if local.shard.stages > 1:
+            self._step_queue = StageQueue(local, followers, on_fault, self._broadcast_freed)
         self._numbers = itertools.count(1)
         self._freed: deque[int] = deque()
         """Buffers that the others need not keep. Filled by the garbage collector, which may run anywhere: it takes no
@@ -91,6 +94,12 @@ class GroupRunner(ModelRunner):
     def expert_imbalance(self) -> tuple[float, ...]:
         """Of the whole model: each rank counts the tokens of all experts."""
         return self._local.expert_imbalance
+
+    @property
+    @override
+    def step_queue(self) -> StepQueue | None:
+        """Of a worker with stages."""
+        return self._step_queue
 
     @override
     def run(self, plan: StepPlan) -> StepResult:

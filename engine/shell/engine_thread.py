@@ -3,7 +3,8 @@
 Each turn of the loop takes the commands that arrived and runs one step. Events for the asyncio side go out as a `Batch`
 before the step and after it, or, where no stream waits for them, with those of the next steps (`TokenPacing`). With
 nothing to do it sleeps until a command arrives, the next deadline of a sequence, or a step is due that shows how quick
-the idle worker is. A step's plan is delivered when it begins, so that KV of it can be ordered meanwhile: it is copied
+the idle worker is. The time of a step that was launched while others were computed is that from the end of the one
+before it: what it adds to the time in which the worker computes. A step's plan is delivered when it begins, so that KV of it can be ordered meanwhile: it is copied
 as soon as it is computed. Copies of a device are waited for by another thread (`copy_watch.py`), which delivers their
 answers itself. The thread ends by `stop` or by a crash; calls that it did not reach are answered with
 `EngineStoppedError`.
@@ -101,12 +102,15 @@ class EngineThread:
         """There is no sequence, and since the last one it was not checked that nothing is held."""
         self._clock = process_clock().now
         self._turn_began: float | None = None
-        """Start of the current turn; None between two turns."""
+        """Start of the current turn; None between two turns. Turns that wait for the same step count as one."""
+        self._is_interrupted = False
+        """The last turn waited for a step and ended before it."""
         self._expected_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Start to handle commands and run steps."""
+        self._core.watch_steps(self._notify)
         self._thread.start()
 
     def post(self, command: Command) -> None:
@@ -156,9 +160,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._turn_began = self._clock()
+                if not self._is_interrupted:
+                    self._turn_began = self._clock()
                 self._turn()
-                self._turn_began = None
+                if not self._is_interrupted:
+                    self._turn_began = None
         except BaseException as error:
             self._on_crash(error)
         finally:
@@ -208,12 +214,31 @@ class EngineThread:
         self._expected_s = self._core.expected_s
         if planned or (self._core.planned.prefills and (self._kept_events or self._kept_steps)):
             self._deliver_all(planned)
+        self._is_interrupted = not self._wait_for_step()
+        if self._is_interrupted:
+            return
         events = self._core.run_step()
         if not events and self._core.idle_step_at(started) <= started:
             self._idle_step()
             return
         self._is_unchecked = self._core.is_idle
         self._end_step(events + self._serve_gathers())
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def _wait_for_step(self) -> bool:
+        """Where there is nothing to launch: wait until a step under way is computed, or something arrives; whether
+        `run_step` may be called now."""
+        core = self._core
+        if not core.is_waiting_for_step:
+            return True
+        with self._wake:
+            self._wake.wait_for(
+                lambda: self._inbox or self._calls or self._stopping or not core.is_waiting_for_step, LONGEST_WAIT_S
+            )
+            return not core.is_waiting_for_step
 
     def _idle_step(self) -> None:
         core, began = self._core, self._clock()
@@ -254,18 +279,20 @@ class EngineThread:
     def _end_step(self, events: list[Event]) -> None:
         """Deliver what the step resulted in, or keep it for the next time."""
         core, now = self._core, self._clock()
-        plan, began = core.last_plan, core.last_began
-        if not plan.entries:
+        if not core.finished:
             if events or not core.has_work:  # else a step was launched, and there is nothing to deliver
                 self._step_ended = now
                 self._deliver_all(events)
             return
-        step_s = now - max(began, self._step_ended)  # one that was launched while another was computed began behind it
-        self._step_ended = now
-        if self._commands_done <= began:  # else their copies are part of it
-            step = plan.measured(step_s * 1e3)
-            core.observe(step)
-            self._kept_steps.append(step)
+        step_s = 0.0
+        for each in core.finished:
+            ended = now if each.ended_at is None else each.ended_at
+            step_s = ended - max(each.began, self._step_ended)
+            self._step_ended = ended
+            if each.ended_at is not None or self._commands_done <= each.began:  # else their copies are part of it
+                step = each.plan.measured(step_s * 1e3)
+                core.observe(step)
+                self._kept_steps.append(step)
         if core.has_work and self._pacing.may_wait(events, step_s, now):
             self._kept_events += events
         else:
