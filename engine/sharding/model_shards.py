@@ -6,6 +6,7 @@ import dataclasses
 
 from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.sharding.stages import stage_layers
 from disagg.proto.errors import ConfigError
 
 
@@ -29,15 +30,21 @@ def _whole(ffn: ExpertsConfig) -> ExpertsConfig:
 
 
 def rank_model(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The sizes of one rank's tensors: its heads, its part of the MLP, its part of the vocabulary, padded to that of
-    every other rank.
+    """The sizes of one rank's tensors: the layers of its stage; its heads, its part of the MLP, its part of the
+    vocabulary, padded to that of every other rank.
 
     Raises:
-        ConfigError: heads or MLP cannot be divided among the ranks; names `tp` and the size.
+        ConfigError: heads or MLP cannot be divided among the ranks (names `tp` and the size), or there are more stages
+            than layers.
     """
-    if shard.size == 1:
+    if shard.num_ranks == 1:
         return config
     _check_divisible(config, shard.size)
+    layers = stage_layers(config, shard)
+    if len(layers) < config.num_layers:
+        config = dataclasses.replace(config, layers=config.layers[layers.start : layers.stop])
+    if shard.size == 1:
+        return config
     heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
     group = config.num_heads // config.num_kv_heads
     assert all(head // group in kv_heads for head in heads), "query heads are with the KV heads that they read"

@@ -53,6 +53,11 @@ class Shard:
         return self.stages * self.size
 
     @property
+    def in_stage(self) -> Shard:
+        """The same rank where one stage has all layers."""
+        return Shard(self.rank, self.size)
+
+    @property
     def is_first(self) -> bool:
         """Whether its stage has the embedding."""
         return self.stage == 0

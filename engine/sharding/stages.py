@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from disagg.engine.checkpoint.model_config import ExpertsConfig, FfnConfig, LayerConfig, ModelConfig
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 
 
@@ -25,12 +26,23 @@ def stage_ends(config: ModelConfig, pp: int, path: str = "") -> tuple[int, ...]:
     weights = [layer_weights(config, layer) for layer in config.layers]
     weights[0] += embedding
     weights[-1] += embedding
-    return _even_ends(weights, pp)
+    return even_ends(weights, pp)
 
 
 def stage_ranges(ends: Sequence[int]) -> tuple[range, ...]:
     """The layers of each stage, from what `stage_ends` gives."""
     return tuple(range(start, end) for start, end in pairwise((0, *ends)))
+
+
+def stage_layers(config: ModelConfig, shard: Shard) -> range:
+    """The layers of a rank's stage. `config` is the whole model's.
+
+    Raises:
+        ConfigError: as `stage_ends`.
+    """
+    if shard.stages == 1:
+        return range(config.num_layers)
+    return stage_ranges(stage_ends(config, shard.stages))[shard.stage]
 
 
 def layer_weights(config: ModelConfig, layer: LayerConfig) -> int:
@@ -54,7 +66,7 @@ def _ffn_weights(ffn: FfnConfig, hidden: int) -> int:
     return hidden * (3 * features + ffn.routing.num_experts)
 
 
-def _even_ends(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+def even_ends(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     """The ends of `parts` runs, none of them empty, whose largest sum is the least; early runs are filled first."""
     sums = (0, *accumulate(weights))
     least = [[0.0] * (len(weights) + 1) for _ in range(parts + 1)]
