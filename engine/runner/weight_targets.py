@@ -22,6 +22,7 @@ from disagg.engine.runner.model.parameters import (
 )
 from disagg.engine.sharding.model_shards import vocab_part
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.engine.sharding.stages import stage_layers
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -54,17 +55,19 @@ class Target:
 
 
 def checkpoint_tensors(config: ModelConfig, parameters: ModelParameters, shard: Shard = WHOLE) -> dict[str, Target]:
-    """Checkpoint name -> what it fills of a rank's parameters, which are not packed yet."""
+    """Checkpoint name -> what it fills of a rank's parameters, which are not packed yet. `config` is the whole model's;
+    of several stages only the tensors that the rank's stage has."""
     vocabulary, num_ids = vocab_part(config, shard), config.vocab_size
-    targets = {
-        EMBEDDING: _rows(parameters.embedding_VH[: len(vocabulary)], num_ids, vocabulary),
-        "model.norm.weight": _whole(parameters.final_norm_H),
-    }
-    if not config.tied_embeddings:
-        targets[LM_HEAD] = _rows(plain(parameters.lm_head_VH)[: len(vocabulary)], num_ids, vocabulary)
+    targets = dict[str, Target]()
+    if shard.is_first:
+        targets[EMBEDDING] = _rows(parameters.embedding_VH[: len(vocabulary)], num_ids, vocabulary)
+    if shard.is_last:
+        targets["model.norm.weight"] = _whole(parameters.final_norm_H)
+        head = EMBEDDING if config.tied_embeddings else LM_HEAD
+        targets[head] = _rows(plain(parameters.lm_head_VH)[: len(vocabulary)], num_ids, vocabulary)
     names = family_of(config.architecture).names
-    for index, (layer, held) in enumerate(zip(config.layers, parameters.layers, strict=True)):
-        for name, target in _layer_tensors(config, names, layer, held, shard).items():
+    for index, held in zip(stage_layers(config, shard), parameters.layers, strict=True):
+        for name, target in _layer_tensors(config, names, config.layers[index], held, shard).items():
             targets[f"model.layers.{index}.{name}"] = target
     return targets
 

@@ -3,7 +3,8 @@
 `weight_targets.py` lists which tensor of the checkpoint fills which (slice of a) parameter; `load_parameters` checks
 every header against it before it reads any data, then copies tensor by tensor out of the memory map, casting on the
 way. Quantized tensors are dequantized in pieces on the way. Beyond the parameters themselves no more than one tensor is
-held. Of what ranks share, each reads its own part. Nothing is ever unpickled.
+held. Of what ranks share, each reads its own part, and of what another stage has, headers only. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -65,17 +66,19 @@ def load_parameters(
     local = rank_model(config, shard)
     entries = read_headers(folder)
     stored = _stored_by_own_name(entries, config)
-    parameters = allocate_parameters(local, dtype, device)
-    targets = checkpoint_tensors(config, parameters, shard)
-    _check_stored(stored, targets, config, Path(folder))
+    parameters = allocate_parameters(local, dtype, device, shard)
+    targets = known = checkpoint_tensors(config, parameters, shard)
+    if shard.stages > 1:
+        known = _whole_targets(config)
+    _check_stored(stored, known, config, Path(folder))
     total = sum(target.nbytes for target in targets.values())
     with TensorReader(stored, {**entries, **read_group_headers(folder)}) as reader, _progress_bar(total) as advance:
-        _check_zeros(reader, stored, targets, config)
+        _check_zeros(reader, stored, known, config)
         for name in stored:
             if name in targets:
                 _fill(targets[name], name, reader, scales)
                 advance(targets[name].nbytes)
-        if config.tied_embeddings and LM_HEAD in stored and not config.gives_vectors:
+        if EMBEDDING in targets and config.tied_embeddings and LM_HEAD in stored and not config.gives_vectors:
             _check_tied(reader, targets[EMBEDDING], stored[LM_HEAD])
     for layer, held in zip(local.layers, parameters.layers, strict=True):
         if layer.attention.latent is not None and held.latent is not None:
@@ -110,11 +113,16 @@ def check_weights(folder: str | Path) -> None:
         return
     entries = read_headers(folder)
     stored = _stored_by_own_name(entries, config)
-    targets = checkpoint_tensors(config, allocate_parameters(config, torch.bfloat16, torch.device("meta")))
+    targets = _whole_targets(config)
     _check_stored(stored, targets, config, Path(folder))
     with TensorReader(stored, entries) as reader:
         reader.check()
         _check_zeros(reader, stored, targets, config)
+
+
+def _whole_targets(config: ModelConfig) -> dict[str, Target]:
+    """Of all tensors of the model, without memory."""
+    return checkpoint_tensors(config, allocate_parameters(config, torch.bfloat16, torch.device("meta")))
 
 
 def _stored_by_own_name(entries: Entries, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -24,6 +24,7 @@ from disagg.engine.checkpoint.model_config import (
 )
 from disagg.engine.config import Quantization
 from disagg.engine.runner.group_scales import GroupScales
+from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.dispatch import PackedWeight, pack_experts, pack_router, pack_weight
 from disagg.kernels.experts import ExpertWeight
 from disagg.proto.errors import ConfigError
@@ -104,7 +105,9 @@ class LayerParameters:
 
 @dataclass(slots=True)
 class ModelParameters:
-    """The whole decoder. With tied embeddings `lm_head_VH` is `embedding_VH`, the same tensor, until it is packed."""
+    """The decoder, or one rank's part of it. With tied embeddings `lm_head_VH` is `embedding_VH`, the same tensor,
+    until it is packed; with several stages the last one has the matrix as its head. What another stage has is empty
+    here: no rows of a matrix, no numbers of the norm."""
 
     embedding_VH: Tensor
     layers: tuple[LayerParameters, ...]
@@ -112,18 +115,23 @@ class ModelParameters:
     lm_head_VH: Weight
 
 
-def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelParameters:
-    """Parameters with undefined contents."""
+def allocate_parameters(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE
+) -> ModelParameters:
+    """Parameters with undefined contents. `config` is the rank's."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    embedding_VH = empty(config.vocab_size, config.hidden_size)
+    hidden = config.hidden_size
+    embedding_VH = empty(config.vocab_size if shard.is_first else 0, hidden)
+    is_same = config.tied_embeddings and shard.is_first
+    head_VH = empty(config.vocab_size, hidden) if shard.is_last and not is_same else empty(0, hidden)
     return ModelParameters(
         embedding_VH=embedding_VH,
         layers=tuple(_allocate_layer(config, layer, empty, device) for layer in config.layers),
-        final_norm_H=empty(config.hidden_size),
-        lm_head_VH=embedding_VH if config.tied_embeddings else empty(config.vocab_size, config.hidden_size),
+        final_norm_H=empty(hidden if shard.is_last else 0),
+        lm_head_VH=embedding_VH if shard.is_last and is_same else head_VH,
     )
 
 
@@ -225,7 +233,8 @@ def pack_parameters(
                 _pack_latent(layer.latent, quantization, scales)
             layer.o_weight_HA = _packed(layer.o_weight_HA, quantization, scales)
             _pack_ffn(layer.ffn, quantization, scales)
-        parameters.lm_head_VH = _packed(parameters.lm_head_VH, quantization, scales)
+        if len(plain(parameters.lm_head_VH)):  # else another stage has it
+            parameters.lm_head_VH = _packed(parameters.lm_head_VH, quantization, scales)
     except ValueError as error:
         raise ConfigError(f"quantization: {error}") from error
 
