@@ -20,6 +20,7 @@ from disagg.engine.checkpoint.weight_headers import TensorEntry
 from disagg.engine.config import AdapterOptions
 from disagg.engine.plan import LoadedAdapter
 from disagg.engine.sharding.shards import Shard
+from disagg.engine.sharding.stages import stage_layers
 from disagg.kernels.lora import Lora, allocate_lora
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import Adapter
@@ -63,14 +64,15 @@ class AdapterSlots:
         if not self._modules:
             raise ConfigError(f"adapters: {config.architecture} has no module that one can change")
         self._max_bytes = largest_file(config, options.max_rank)
-        self._num_ranks = shard.size
+        self._held = stage_layers(config, shard)
         self.layers: tuple[LayerLoras, ...] = tuple(
             {
                 product: allocate_lora(options.max_loaded, options.max_rank, inputs, tuple(outputs), dtype, device)
-                for product, (inputs, outputs) in product_sizes(config, layer, shard).items()
+                for product, (inputs, outputs) in product_sizes(config, config.layers[number], shard).items()
             }
-            for layer in config.layers
+            for number in self._held
         )
+        """Of each layer that the rank has."""
 
     @property
     def nbytes(self) -> int:
@@ -89,13 +91,16 @@ class AdapterSlots:
         for name, entry, data in read_tensors(folder):
             fingerprint.add(name, entry, data)
             part, is_a = places[name]
-            numbers = _numbers(name, entry, data, self._dtype)
             module = part.module
+            if module.layer not in self._held:
+                continue  # another stage has it, and looks at its numbers
+            numbers = _numbers(name, entry, data, self._dtype)
             if is_a:
                 part.a_RI = numbers[:, module.rank_inputs.start : module.rank_inputs.stop].contiguous()
             else:
                 part.b_RO = numbers[module.rank_outputs.start : module.rank_outputs.stop].T.contiguous()
-        content = _Content(folder.config.rank, folder.config.scale, parts)
+        held = tuple(part for part in parts if part.module.layer in self._held)
+        content = _Content(folder.config.rank, folder.config.scale, held)
         num_bytes = sum(
             (part.module.inputs + part.module.outputs) * folder.config.rank * self._dtype.itemsize for part in parts
         )
@@ -108,7 +113,8 @@ class AdapterSlots:
             for lora in layer.values():
                 lora.ranks_SP[slot] = 0
         for part in content.parts:
-            module, lora = part.module, self.layers[part.module.layer][part.module.product]
+            module = part.module
+            lora = self.layers[self._held.index(module.layer)][module.product]
             assert part.a_RI is not None
             assert part.b_RO is not None
             start = sum(lora.columns[: module.part])
