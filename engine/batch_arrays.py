@@ -6,7 +6,7 @@ decoding sequences are kept between steps: a row is written again only when its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,15 @@ class BatchArrays:
     """Arrays of each cache group beside the first."""
     adapter_slots_T: I32 | None = None
     """Slot of the adapter of each row, -1 for the base model; None where no row has one."""
+    wants_logits: bool = True
+    """Whether logits are wanted of the rows that sample."""
+    wants_rows: bool = False
+    """Whether those rows are wanted as they are behind the final norm, for pooled requests."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that sample."""
+        return len(self.token_ids_T if self.sample_rows is None else self.sample_rows)
 
     @property
     def num_decodes(self) -> int:
@@ -81,8 +90,12 @@ class BatchBuilder:
     def arrays(self, plan: StepPlan) -> BatchArrays:
         """The batch of a plan with at least one token. The arrays are the caller's. In place of a decode's token that
         is not known yet (`plan.StepQueue`) stands 0."""
-        if not plan.prefills:
-            return self._decode_arrays(plan.decodes)
+        arrays = self._arrays(plan) if plan.prefills else self._decode_arrays(plan.decodes)
+        if not plan.pools:
+            return arrays
+        return replace(arrays, wants_logits=any(map(_needs_logits, plan.entries)), wants_rows=True)
+
+    def _arrays(self, plan: StepPlan) -> BatchArrays:
         decodes, prefills = plan.decodes, plan.prefills
         positions_S = np.array([entry.start for entry in decodes], dtype=np.int64)
         num_blocks = blocks_for_tokens(int(positions_S.max()) + 1, self._block_size) if decodes else 0
@@ -197,6 +210,12 @@ def _decoded_id(entry: ScheduledSequence) -> int:
         return entry.drafts[-1]
     token_ids = entry.sequence.token_ids
     return token_ids[entry.start] if entry.start < len(token_ids) else 0
+
+
+def _needs_logits(entry: ScheduledSequence) -> bool:
+    """Whether the logits of an entry are read: for a token, or for a score."""
+    pooling = entry.sequence.spec.pooling
+    return entry.samples and (pooling is None or pooling.kind == "score")
 
 
 def _token_ids(plan: StepPlan) -> list[int]:

@@ -102,6 +102,9 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
     """Of each cache group beside the first."""
     adapter_slots: bytes | None = None
     """int32, slot of the adapter of each token, -1 for the base model; None where no token has one."""
+    wants_logits: bool = True
+    wants_rows: bool = False
+    """As of `BatchArrays`."""
 
 
 class Mark(Message, frozen=True, kw_only=True, tag=True):
@@ -250,6 +253,8 @@ def encode_step(arrays: BatchArrays) -> Step:
         sample_rows=None if arrays.sample_rows is None else arrays.sample_rows.astype(_I64).tobytes(),
         windows=tuple(map(_encode_window, arrays.windows)),
         adapter_slots=None if arrays.adapter_slots_T is None else arrays.adapter_slots_T.astype(_I32).tobytes(),
+        wants_logits=arrays.wants_logits,
+        wants_rows=arrays.wants_rows,
     )
 
 
@@ -293,6 +298,8 @@ def decode_step(step: Step) -> BatchArrays:
             for window in step.windows
         ),
         adapter_slots_T=None if step.adapter_slots is None else _i32(step.adapter_slots),
+        wants_logits=step.wants_logits,
+        wants_rows=step.wants_rows,
     )
 
 

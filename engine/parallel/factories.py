@@ -68,7 +68,7 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
 def choose_threads(runner: ModelRunner, config: WorkerConfig, clock: Callable[[], float]) -> int:
     """With how many threads this worker computes from now on: those of the configuration, or one where it may choose
     and more are not faster. To be called before any sequence. `clock` gives seconds."""
-    if not config.threads_are_open or config.is_fake or config.device != "cpu" or config.tp > 1:
+    if not config.threads_are_open or config.is_fake or config.device != "cpu" or config.num_ranks > 1:
         return config.num_threads
     from disagg.kernels.dispatch import set_num_threads
 

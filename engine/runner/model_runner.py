@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from disagg.engine.plan import (
     Copying,
     LoadedAdapter,
     ModelRunner,
+    QueuedStep,
     ScheduledSequence,
     StepPlan,
     StepQueue,
@@ -65,8 +67,9 @@ from disagg.engine.runner.model.kv_cache import KvCache, count_blocks, kv_layout
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.runner.model.replay import ReplayedDecoder, Scored
 from disagg.engine.runner.model.rope import RopeTables
+from disagg.engine.runner.model.stage import StageDecoder, StageOutput
 from disagg.engine.runner.model.step_queue import DeviceStepQueue
-from disagg.engine.runner.pooling import needs_token, with_vectors
+from disagg.engine.runner.pooling import with_vectors
 from disagg.engine.runner.prompt_rows import prompt_logprobs, rows_of
 from disagg.engine.runner.sampler import Sampler, row_faults
 from disagg.engine.runner.token_masks import TokenMasks
@@ -107,8 +110,8 @@ class TorchModelRunner(ShardRunner):
         self, config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = no_stages, *, keeps_all: bool = False
     ) -> None:
         """`keeps_all`: as of `kv_layout`."""
-        check_quantization(config.quantization, config.dtype, config.device, config.tp, config.kv_cache_dtype)
-        check_share_weights(config.share_weights, config.device, config.tp)
+        check_quantization(config.quantization, config.dtype, config.device, config.num_ranks, config.kv_cache_dtype)
+        check_share_weights(config.share_weights, config.device, config.num_ranks)
         check_expert_parallelism(config.ep, config.tp)
         check_attention(config.attention, config.device)
         set_num_threads(config.num_threads)
@@ -123,8 +126,9 @@ class TorchModelRunner(ShardRunner):
             model = with_whole_experts(model)
         self.model_config = model
         self.shard = shard
-        local = rank_model(model, shard)  # refused before any weight is read, as is the attention
-        self._attention = _attention_of(config, local, self._device)
+        rank_model(model, shard)  # refused before any weight is read, as is the attention
+        # Of all layers, so that the ranks of all stages have the same.
+        self._attention = _attention_of(config, rank_model(model, shard.in_stage), self._device)
         self.tp = shard.size
         self.arithmetic = _arithmetic(config, self._dtype, self._device, shard.size)
         self.block_size = config.block_size
@@ -141,7 +145,8 @@ class TorchModelRunner(ShardRunner):
         if not is_measured:
             self._set_size(0 if cache_bytes == "auto" else cache_bytes)
         on_stage("weights")
-        loaded = whole_weights(config.weights, model) if shard.size == 1 and self._device.type == "cpu" else None
+        is_whole = shard.num_ranks == 1 and self._device.type == "cpu"
+        loaded = whole_weights(config.weights, model) if is_whole else None
         if loaded is None:
             loaded = load_weights(config.weights, model, self._device, shard)
         self.fingerprint = _fingerprint(loaded.fingerprint, model, self.max_model_len)
@@ -150,7 +155,7 @@ class TorchModelRunner(ShardRunner):
         if config.adapters is not None:
             self._adapters = AdapterSlots(model, shard, config.adapters, self._dtype, self._device)
         self._host_staging = HostStaging.of(self._device, config.transport)
-        self.digests = self._host_staging is not None and shard.size == 1
+        self.digests = self._host_staging is not None and shard.num_ranks == 1
         self._staging_stream: Any = None
         """Memory that torch hands out on it has never been another kernel's, which might still be using it."""
         if self._device.type == "cuda":
@@ -160,13 +165,13 @@ class TorchModelRunner(ShardRunner):
         self._draws: DeviceDraws | None = None
         if draws_on(self._device):
             self._draws = DeviceDraws(bucket_sizes(config.max_num_seqs)[-1], model.vocab_size, self._device)
-        self._masks = self._token_masks() if shard.rank == 0 else None
+        self._masks = self._token_masks() if shard.number == 0 else None
         self._sampler = Sampler(model.vocab_size, self._draws, self._masks)
         self._step_queue: DeviceStepQueue | None = None
         self.warm_up = _warm_up_of(self._device, shard, config)
         if is_measured:
             self._set_size(self._measured_cache_bytes())
-        if shard.size == 1:
+        if shard.num_ranks == 1:
             self.join(None, self.num_blocks)
 
     def _token_masks(self) -> TokenMasks | None:
@@ -180,7 +185,13 @@ class TorchModelRunner(ShardRunner):
     def _set_size(self, cache_bytes: int) -> None:
         config = self._config
         self.num_blocks = count_blocks(
-            self.layout, config.block_size, cache_bytes, config.num_blocks, self.shard, self._draft_layout, self._limits
+            self.layout,
+            config.block_size,
+            cache_bytes,
+            config.num_blocks,
+            self.shard,
+            self._draft_layout,
+            self._limits,
         )
         self.window_blocks = self._window_blocks(self.num_blocks)
         self.max_model_len = _max_model_len(self.model_config, config, self.num_blocks * config.block_size)
@@ -199,17 +210,17 @@ class TorchModelRunner(ShardRunner):
         plan = cache_size.full_step(config, self.max_model_len, len(self.layout.groups) - 1)
         num_blocks = blocks_for_tokens(plan.prefills[0].num_tokens, config.block_size)
         try:
-            self._make(None if self.shard.size == 1 else Alone(self.shard), num_blocks)
+            self._make(None if self.shard.num_ranks == 1 else Alone(self.shard), num_blocks)
             self.capture_steps()
             arrays = self.arrays(plan)
-            if self.shard.rank == 0:
+            if self.shard.number == 0:
                 self.step(plan, arrays)
             else:
                 self.compute(arrays)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"token_budget: a step of {config.token_budget} tokens does not fit: {error}") from error
         free, held = cache_size.free_bytes(self._device), self._cache.nbytes
-        del self._cache, self._decoder, self._replayed, self._batches
+        del self._cache, self._decoder, self._staged, self._replayed, self._batches
         self._step_queue = None
         gc.collect()
         cache_size.give_back(self._device)
@@ -233,7 +244,13 @@ class TorchModelRunner(ShardRunner):
         """The cache, and what computes on it."""
         pools = self._window_blocks(num_blocks)
         self._cache = KvCache(
-            self.layout, num_blocks, self.block_size, self._device, self.shard, self._host_staging, pools
+            self.layout,
+            num_blocks,
+            self.block_size,
+            self._device,
+            self.shard,
+            self._host_staging,
+            pools,
         )
         ropes = RopeTables(self.model_config, self.max_model_len, self._dtype, self._device)
         loras = None if self._adapters is None else self._adapters.layers
@@ -241,8 +258,11 @@ class TorchModelRunner(ShardRunner):
             self.model_config, self._parameters, ropes, self._cache, collective, self._attention, loras
         )
         self._expert_use = ExpertUse(self._decoder.expert_counts)
+        self._staged: StageDecoder | None = None
         self._replayed: ReplayedDecoder | None = None
-        if collective is None or collective.captures:
+        if collective is not None and self.shard.stages > 1:
+            self._staged = StageDecoder(self._decoder, collective)
+        elif collective is None or collective.captures:
             max_blocks = blocks_for_tokens(self.max_model_len, self.block_size)
             self._replayed = ReplayedDecoder(
                 self._decoder,
@@ -312,30 +332,48 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
+        return self.launch(plan, arrays).result()
+
+    @override
+    def launch(self, plan: StepPlan, arrays: BatchArrays) -> QueuedStep:
+        """A step of a model in one stage is computed at once."""
         sampled = [sampled_row(entry) for entry in plan.entries if entry.samples]
         if self._masks is not None:
             # Also where a prompt is not complete yet: its grammar is compiled while the chunks are computed.
             drafts = [row for row in sampled if isinstance(row, DraftRow)]
             self._masks.start([*dict.fromkeys(entry.sequence for entry in plan.entries), *drafts])
-        if plan.pools:
-            return self._step_pooled(plan, arrays, sampled)
-        logits_SV, largest_S = self._score(arrays)
-        return self._sampled(plan, sampled, logits_SV, largest_S)
+        if self._staged is None:
+            result = self._result(plan, arrays, sampled, *self._computed_rows(arrays))
+            return _Launched(lambda: result)
+        output = self._staged.launch(arrays)
+        return _Launched(lambda: self._result(plan, arrays, sampled, *_scored(output)))
 
-    def _step_pooled(self, plan: StepPlan, arrays: BatchArrays, sampled: list[Sequence | DraftRow]) -> StepResult:
-        """A step with pooled requests. Without ranks, logits are computed where some request needs them."""
-        needs_logits = self.tp > 1 or any(needs_token(entry) for entry in plan.entries)
+    def _computed_rows(self, arrays: BatchArrays) -> tuple[Tensor | None, Scored]:
+        """Rows behind the final norm, where they are wanted, and what is known of their logits."""
+        if not arrays.wants_rows:
+            return None, self._score(arrays)
+        hidden_RH, logits_RV = self._hidden(arrays)
+        return hidden_RH, Scored(logits_RV, None)
+
+    def _hidden(self, arrays: BatchArrays) -> tuple[Tensor, Tensor]:
         if self._replayed is not None:
-            hidden_RH, logits_RV = self._replayed.hidden(arrays, with_logits=needs_logits)
-        else:
-            batch = to_batch(arrays, self._decoder.attention)
-            hidden_RH, logits_RV = self._decoder.hidden(batch, with_logits=needs_logits)
-        if needs_logits:
-            result = self._sampled(plan, sampled, logits_RV, None)
+            return self._replayed.hidden(arrays, with_logits=arrays.wants_logits)
+        return self._decoder.hidden(to_batch(arrays, self._decoder.attention), with_logits=arrays.wants_logits)
+
+    def _result(
+        self,
+        plan: StepPlan,
+        arrays: BatchArrays,
+        sampled: list[Sequence | DraftRow],
+        hidden_RH: Tensor | None,
+        scored: Scored,
+    ) -> StepResult:
+        if arrays.wants_logits:
+            result = self._sampled(plan, sampled, *scored)
         else:
             self._expert_use.note_step()
             result = StepResult([NO_TOKEN] * len(sampled))
-        return with_vectors(plan, result, hidden_RH, logits_RV)
+        return result if hidden_RH is None else with_vectors(plan, result, hidden_RH, scored.logits_SV)
 
     def _sampled(
         self, plan: StepPlan, sampled: list[Sequence | DraftRow], logits_SV: Tensor, largest_S: Tensor | None
@@ -389,12 +427,20 @@ class TorchModelRunner(ShardRunner):
 
     @override
     def compute(self, arrays: BatchArrays) -> None:
-        if self._replayed is not None:
+        if self._staged is not None:
+            self._staged.compute(arrays)
+            if self.shard.is_last:
+                self._wait_computed()  # whoever waits for the step waits for its last stage
+        elif arrays.wants_rows:
+            self._hidden(arrays)
+        elif self._replayed is not None:
             self._replayed.forward(arrays)
         else:
             self._decoder.forward(to_batch(arrays, self._decoder.attention))
 
     def _score(self, arrays: BatchArrays) -> Scored:
+        if self._staged is not None:
+            return _scored(self._staged.launch(arrays))[1]
         if self._replayed is not None:
             return self._replayed.forward(arrays)
         logits_SV = self._decoder.forward(to_batch(arrays, self._decoder.attention))
@@ -487,6 +533,23 @@ class TorchModelRunner(ShardRunner):
             copying.wait()
 
 
+class _Launched(QueuedStep):
+    """A step that was launched; `finish` waits for what it gives."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._finish = finish
+
+    @override
+    def result(self) -> StepResult:
+        return self._finish()
+
+
+def _scored(output: StageOutput) -> tuple[Tensor | None, Scored]:
+    """Rows behind the final norm, where they are wanted, and what is known of their logits."""
+    hidden_RH, logits_RV = output.wait()
+    return hidden_RH, Scored(logits_RV, None)
+
+
 class _Reading(Mark):
     """Behind all that was queued to read a buffer, which is kept for so long: torch knows of one stream only. `sums`:
     of the digests of its slices."""
@@ -533,7 +596,7 @@ def _warm_up_of(device: torch.device, shard: Shard, config: WorkerConfig) -> War
     bucket are captured; ranks that could not capture compute them as well."""
     if device.type == "cpu":
         return WarmUp()
-    decodes = shard.size > 1 and "decode" in config.roles
+    decodes = shard.num_ranks > 1 and "decode" in config.roles
     batches = tuple(min(size, config.num_places) for size in bucket_sizes(config.num_places)) if decodes else (1,)
     return WarmUp(chunks=GPU_WARM_UP_TOKENS, batches=batches, suffix_of=4 * MIN_PIECE_TOKENS, copies=True)
 
@@ -600,7 +663,9 @@ def _arithmetic(config: WorkerConfig, dtype: torch.dtype, device: torch.device, 
 def _draft_layout(config: WorkerConfig, kv_dtype: str) -> KvLayout | None:
     """KV of the draft model, if this worker has one, whose vocabulary is compared first."""
     draft, is_measured = config.speculation.model, config.kv_cache_bytes == "auto" and config.num_blocks is None
-    check_speculation(config.speculation, config.device, config.tp, cache_is_set=not is_measured, path="speculation.")
+    check_speculation(
+        config.speculation, config.device, config.num_ranks, cache_is_set=not is_measured, path="speculation."
+    )
     if draft is None or "decode" not in config.roles:
         return None
     check_draft_vocabulary(config.model_path, draft, "speculation.model")

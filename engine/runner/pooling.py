@@ -17,19 +17,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from disagg.engine.plan import RowFault, ScheduledSequence, StepPlan, StepResult
+from disagg.engine.plan import RowFault, StepPlan, StepResult
 from disagg.engine.request import Sequence
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import Pooling
 
 LEAST_LENGTH = 1e-12
 """Length by which a shorter vector is divided, as torch does."""
-
-
-def needs_token(entry: ScheduledSequence) -> bool:
-    """Whether the logits of an entry are read: for a token, or for a score."""
-    pooling = entry.sequence.spec.pooling
-    return entry.samples and (pooling is None or pooling.kind == "score")
 
 
 @torch.inference_mode()

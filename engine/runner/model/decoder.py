@@ -8,6 +8,9 @@ As one rank of several it has some of the heads, of the MLP's columns and of the
 output projection and behind the MLP, the ranks add up what each of them has, in the model's dtype; so do they for the
 embedding, and rank 0 gathers the logits. What is replicated (norms, residual stream) is equal on all ranks.
 
+On one of several stages it has that stage's layers. Between two stages goes the residual stream alone: norms are
+computed again from it, with the same bits. `stage.py` moves it.
+
 Shapes, on each rank: T tokens, R rows that sample, H hidden, A numbers that attention gives, V vocabulary.
 """
 
@@ -29,6 +32,7 @@ from disagg.engine.runner.model.parameters import LayerParameters, ModelParamete
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.sharding.model_shards import rank_model, vocab_part
 from disagg.engine.sharding.shards import WHOLE
+from disagg.engine.sharding.stages import stage_layers
 from disagg.kernels.attention import AttentionProvider, OwnKernels
 from disagg.kernels.dispatch import embed, linear, new_output, pointwise, take_rows
 from disagg.kernels.ops import AttentionSpec
@@ -38,7 +42,8 @@ class Decoder:
     """The model with its parameters. Stateless but for the KV cache that it was given.
 
     `config` is the whole model's; parameters and cache are those of the collective's rank, or whole without one.
-    `attention` computes that of prompts; None is our own kernels. `loras`: slots of adapters in each layer.
+    `attention` computes that of prompts; None is our own kernels. `loras`: slots of adapters in each layer that the
+    rank has.
     """
 
     def __init__(
@@ -52,16 +57,21 @@ class Decoder:
         loras: Sequence[LayerLoras] | None = None,
     ) -> None:
         shard = WHOLE if collective is None else collective.shard
+        if shard.size == 1:
+            collective = None  # nothing is added up within a stage of one rank
+        heads = rank_model(config, shard.in_stage)
         local = rank_model(config, shard)
+        numbers = stage_layers(config, shard)
         self._parameters = parameters
         self._norms = Norms(config.rms_norm_eps, config.plus_one_norms)
         self._vocab_size = config.vocab_size
         self._vocab_part = vocab_part(config, shard)
-        self._has_logits = shard.rank == 0
+        self._vocab_share = local.vocab_size
+        self.shard = shard
         self._collective = collective
         self.attention = attention or OwnKernels(
             attention_spec(
-                local,
+                heads,
                 device=str(cache.tensor_NL2KBD.device),
                 dtype=_name(parameters.embedding_VH.dtype),
                 kv_dtype=_name(cache.tensor_NL2KBD.dtype),
@@ -72,16 +82,16 @@ class Decoder:
         others = [type(self.attention).of(self.attention.spec) for _ in cache.layout.groups[1:]]
         self._prompts = (self.attention, *others)
         """The same for each cache group, whose layers read other block tables."""
-        parts = AttentionParts(config, local, self._norms, ropes, self._prompts, collective)
+        parts = AttentionParts(config, heads, self._norms, ropes, self._prompts, collective)
         self._layers = tuple(
             _Layer(
                 parts,
                 layer,
                 held,
-                LayerCache(*cache.layer(index), cache.group_of(index)),
-                {} if loras is None else loras[index],
+                LayerCache(*cache.layer(number), cache.group_of(number)),
+                {} if loras is None else loras[place],
             )
-            for index, (layer, held) in enumerate(zip(local.layers, parameters.layers, strict=True))
+            for place, (number, layer, held) in enumerate(zip(numbers, local.layers, parameters.layers, strict=True))
         )
         multiplier = config.embedding_multiplier
         dtype = parameters.embedding_VH.dtype
@@ -96,62 +106,89 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor | None:
         """Logits [R, V of the whole model] in the model's dtype, one row per sampling row, in order; None on ranks
-        other than 0.
+        other than 0. Of a model in one stage.
 
         The KV of all T tokens is in the cache then.
 
         Raises:
             RuntimeError: if another rank is lost.
         """
-        normed_RH = self._rows(batch)
-        if normed_RH is None:
-            return new_output((0, self._vocab_size), self._parameters.embedding_VH) if self._has_logits else None
-        return self._logits(normed_RH)
+        _, logits_RV = self.hidden(batch, with_logits=True)
+        return logits_RV if self.shard.rank == 0 else None
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, *, with_logits: bool) -> tuple[Tensor, Tensor]:
-        """Rows behind the final norm [R, H], those that `forward` gives logits for; and with `with_logits` the logits,
-        else no rows. With several ranks they are needed, because the other ranks compute their part of them.
+        """Rows behind the final norm [R, H], those that `forward` gives logits for; and with `with_logits` the logits
+        on rank 0, else no rows. All ranks are asked for the same. Of a model in one stage.
 
         Raises:
             RuntimeError: as `forward`.
         """
-        assert with_logits or self._collective is None, "the other ranks compute logits"
-        embedding_VH, normed_RH = self._parameters.embedding_VH, self._rows(batch)
+        normed_RH = self.through(batch, self.embedded(batch.token_ids_T))
         if normed_RH is None:
-            normed_RH, with_logits = new_output((0, embedding_VH.shape[1]), embedding_VH), False
-        logits_RV = self._logits(normed_RH) if with_logits else None
-        return normed_RH, new_output((0, self._vocab_size), embedding_VH) if logits_RV is None else logits_RV
+            return self.no_rows(), self.no_logits()
+        logits_RV = self._gathered(self.logits_part(normed_RH)) if with_logits else None
+        return normed_RH, self.no_logits() if logits_RV is None else logits_RV
 
-    def _rows(self, batch: Batch) -> Tensor | None:
-        """Rows behind the final norm, of those that sample; None where no row does."""
-        parameters = self._parameters
+    # ------------------------------------------------------------ parts of a step
+
+    def no_rows(self) -> Tensor:
+        """Rows where no row samples, [0, H]."""
+        return self.new_rows(0)
+
+    def new_rows(self, num_rows: int) -> Tensor:
+        """Memory for rows of the residual stream, or behind the final norm, [R, H]."""
+        embedding_VH = self._parameters.embedding_VH
+        return new_output((num_rows, embedding_VH.shape[1]), embedding_VH)
+
+    def no_logits(self) -> Tensor:
+        """Logits where no row samples, [0, V]."""
+        return new_output((0, self._vocab_size), self._parameters.embedding_VH)
+
+    def new_logits_part(self, num_rows: int) -> Tensor:
+        """Memory for what `logits_part` gives, of any rank."""
+        return new_output((num_rows, self._vocab_share), self._parameters.embedding_VH)
+
+    def embedded(self, token_ids_T: Tensor) -> Tensor:
+        """The residual stream before the first layer, [T, H]; on the first stage."""
+        rows_TH = self._embedded(token_ids_T)
+        multiplier = self._embedding_multiplier
+        return rows_TH if multiplier == 1.0 else pointwise(rows_TH, "multiply", multiplier)
+
+    def through(self, batch: Batch, residual_TH: Tensor) -> Tensor | None:
+        """Through the layers of the stage: the residual stream behind them [T, H]. On the last stage, of the rows that
+        sample, what the final norm makes of it [R, H]; None where no row does.
+
+        The KV of all T tokens is in the cache then, for these layers.
+        """
+        parameters, is_last_stage = self._parameters, self.shard.is_last
         if batch.prefills is not None:
-            self.attention.plan(batch.prefills)
-            for prompts, window in zip(self._prompts[1:], batch.windows, strict=True):
-                assert window.prefills is not None, "all groups have the same chunks"
-                prompts.plan(window.prefills)
-        residual_TH = self._embed(batch.token_ids_T)
+            self._plan_prompts(batch)
         normed_TH = self._norms.norm(residual_TH, parameters.layers[0].input_norm_H)
         last = len(self._layers) - 1
         slots_T = None if batch.adapters is None else batch.adapters.slots_T
         for index, layer in enumerate(self._layers):
             attended_TA = layer.attend(normed_TH, batch)
-            if index == last and batch.sample_rows is not None:
+            if index == last and is_last_stage and batch.sample_rows is not None:
                 # From here on rows do not meet any more: the others are done once their KV is written.
                 attended_TA = take_rows(attended_TA, batch.sample_rows)
                 residual_TH = take_rows(residual_TH, batch.sample_rows)
                 slots_T = None if batch.adapters is None else batch.adapters.sampled_R
             if attended_TA.shape[0] == 0:
                 return None
-            norm_H = parameters.final_norm_H if index == last else parameters.layers[index + 1].input_norm_H
+            if index < last:
+                norm_H = parameters.layers[index + 1].input_norm_H
+            else:
+                norm_H = parameters.final_norm_H if is_last_stage else None
             normed_TH, residual_TH = layer.transform(attended_TA, residual_TH, norm_H, slots_T)
-        return normed_TH
+        return normed_TH if is_last_stage else residual_TH
 
-    def _embed(self, token_ids_T: Tensor) -> Tensor:
-        rows_TH = self._embedded(token_ids_T)
-        multiplier = self._embedding_multiplier
-        return rows_TH if multiplier == 1.0 else pointwise(rows_TH, "multiply", multiplier)
+    def _plan_prompts(self, batch: Batch) -> None:
+        assert batch.prefills is not None
+        self.attention.plan(batch.prefills)
+        for prompts, window in zip(self._prompts[1:], batch.windows, strict=True):
+            assert window.prefills is not None, "all groups have the same chunks"
+            prompts.plan(window.prefills)
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         embedding_VH, part = self._parameters.embedding_VH, self._vocab_part
@@ -162,16 +199,25 @@ class Decoder:
         rows_TH = embed(local_ids_T, embedding_VH).masked_fill_(elsewhere_T[:, None], 0.0)
         return self._collective.all_reduce(rows_TH)
 
-    def _logits(self, normed_TH: Tensor) -> Tensor | None:
-        logits_TV = linear(normed_TH, self._parameters.lm_head_VH, None)
+    def logits_part(self, normed_RH: Tensor) -> Tensor:
+        """This rank's columns of the logits, on the last stage. All ranks have as many; the last ones may have some
+        behind the vocabulary."""
+        logits_RV = linear(normed_RH, self._parameters.lm_head_VH, None)
         if self._logits_divisor != 1.0:
-            logits_TV = pointwise(logits_TV, "divide", self._logits_divisor)
+            logits_RV = pointwise(logits_RV, "divide", self._logits_divisor)
         if self._logits_soft_cap is not None:
-            logits_TV = pointwise(logits_TV, "soft_cap", self._logits_soft_cap)
+            logits_RV = pointwise(logits_RV, "soft_cap", self._logits_soft_cap)
+        return logits_RV
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Logits [R, V], of the parts of the ranks of the last stage in order."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)[:, : self._vocab_size]
+
+    def _gathered(self, logits_RV: Tensor) -> Tensor | None:
         if self._collective is None:
-            return logits_TV
-        gathered_TV = self._collective.gather_columns(logits_TV)
-        return None if gathered_TV is None else gathered_TV[:, : self._vocab_size]
+            return logits_RV
+        gathered_RV = self._collective.gather_columns(logits_RV)
+        return None if gathered_RV is None else gathered_RV[:, : self._vocab_size]
 
 
 class _Layer:

@@ -28,6 +28,7 @@ from disagg.engine.runner.model.host_staging import GatheredPart, HostStaging
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.engine.sharding.stages import stage_ranges
 from disagg.kernels.cpu.memory import HugePages, populate
 from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
@@ -55,9 +56,11 @@ def count_blocks(
     shard: Shard = WHOLE,
     draft: KvLayout | None = None,
     limits: PoolLimits = _ONE,
+    stage_ends: Sequence[int] = (),
 ) -> int:
-    """`num_blocks` where it is given, else how many blocks of the first cache group, with the heads that the rank
-    holds, fit into `kv_cache_bytes`, beside as many of a draft model and the pools of windows (`window_pools`).
+    """`num_blocks` where it is given, else how many blocks of the first cache group, with the heads and the layers that
+    the rank holds, fit into `kv_cache_bytes`, beside as many of a draft model and the pools of windows
+    (`window_pools`). The ranks of a worker take the smallest number of any. `stage_ends`: as of `ParallelShape`.
 
     Raises:
         ConfigError: not even one block.
@@ -66,10 +69,8 @@ def count_blocks(
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         return num_blocks
-    first, *others = [
-        group.bytes_per_token // group.num_heads * block_size * len(shard.kv_heads(group.num_heads))
-        for group in layout.groups
-    ]
+    layers = stage_ranges(stage_ends)[shard.stage] if stage_ends else None
+    first, *others = [_block_bytes(group, block_size, shard, layers) for group in layout.groups]
     if draft is not None:
         first += draft.bytes_per_token * block_size
     found = most_blocks(layout, block_size, limits, kv_cache_bytes, (first, *others))
@@ -79,6 +80,13 @@ def count_blocks(
         beside = " with the windows of a sequence and a step" if others else ""
         raise ConfigError(f"kv_cache_bytes is {kv_cache_bytes}; one block of this model{beside} takes {least}")
     return found
+
+
+def _block_bytes(group: CacheGroup, block_size: int, shard: Shard, layers: range | None) -> int:
+    """Of a block of a cache group on a rank that has these layers; None for all."""
+    whole = group.bytes_per_token // group.num_heads * block_size * len(shard.kv_heads(group.num_heads))
+    held = len(group.layers) if layers is None else sum(layer in layers for layer in group.layers)
+    return whole // len(group.layers) * held
 
 
 class KvCache:

@@ -40,6 +40,7 @@ def assert_equal(found: BatchArrays, sent: BatchArrays) -> None:
         assert one.flags.writeable  # torch shares the memory and wants it so
         np.testing.assert_array_equal(one, other)
     assert found.num_decodes == sent.num_decodes
+    assert (found.wants_logits, found.wants_rows) == (sent.wants_logits, sent.wants_rows)
     for chunk_found, chunk_sent in zip(found.prefills, sent.prefills, strict=True):
         assert (chunk_found.num_tokens, chunk_found.start) == (chunk_sent.num_tokens, chunk_sent.start)
         np.testing.assert_array_equal(chunk_found.block_table_M, chunk_sent.block_table_M)
