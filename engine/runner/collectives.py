@@ -38,7 +38,6 @@ from disagg.engine.io.rendezvous import MemberStore, gloo_group, member_store
 from disagg.engine.runner.device import NCCL_CALLS, torch_device
 from disagg.engine.sharding.shards import Shard
 
-
 Lane = Literal["rows", "results"]
 """Hidden rows from a stage to the next one, or what the last one gives to rank 0."""
 

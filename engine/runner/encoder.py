@@ -184,8 +184,9 @@ class EncoderRunner(ShardRunner):
 
 def _check(config: WorkerConfig, model: ModelConfig, longest: int) -> None:
     """Raises `ConfigError` for what an encoder cannot do."""
-    if config.tp > 1:
-        raise ConfigError(f"tp: {model.architecture} runs on one rank, not on {config.tp}")
+    if config.num_ranks > 1:
+        key = "tp" if config.tp > 1 else "pp"
+        raise ConfigError(f"{key}: {model.architecture} runs on one rank, not on {config.num_ranks}")
     if set(config.roles) != {"prefill", "decode"} or config.is_elastic:
         raise ConfigError(f"mode: {model.architecture} has no KV to hand over: set mode to colocated")
     if config.quantization != "none":

@@ -198,7 +198,7 @@ class TorchModelRunner(ShardRunner):
 
     @property
     def _limits(self) -> PoolLimits:
-        return PoolLimits(self._config.num_places, self._config.token_budget)
+        return PoolLimits(self._config.num_places, self._config.step_tokens)
 
     def _window_blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Beside so many of the first cache group; equal on all ranks."""
