@@ -3,12 +3,12 @@
     promised ──extend──> held ──(its tokens leave the window)──> cached: evicted first, unless a resume point needs it
                            └──(the sequence ends)──> cached, or free
 
-A sequence holds the blocks of its window and those that a step writes to. So between two steps it holds no more than
-its tokens fill, and never more than the window takes (`most_held`), however long it becomes; the steps' own tokens take
-what the pool keeps apart for the steps that may be under way together. So many blocks are promised: at admission for the tokens that are known and for
-some output, as in the first group, and from then on for each token that is to be written. The sum of all promises never
-exceeds the pool, so that what was promised can be allocated. Where several sequences share blocks, less is held than
-was promised.
+A sequence holds the blocks of its window and those that steps write to. So between two steps it holds no more than its
+tokens fill, and never more than the window takes (`most_held`), however long it becomes; the steps' own tokens take
+what the pool keeps apart for the steps that may be under way together. So many blocks are promised: at admission for
+the tokens that are known and for some output, as in the first group, and from then on for each token that is to be
+written. The sum of all promises never exceeds the pool, so that what was promised can be allocated. Where several
+sequences share blocks, less is held than was promised.
 
 Entries of a block table whose blocks have left are 0, and are never read.
 """

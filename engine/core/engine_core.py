@@ -11,8 +11,9 @@ Every live sequence ends in exactly one way: with `Ended`, or without an event b
 is held here.
 
 Steps may be computed while the next one is planned (`steps.py`); their tokens are events of later calls then. What a
-command changes meanwhile, it changes behind those steps. `Scattered` may be an event of a later call, too: the buffer was
-read then (`blocks/landing.py`). A copy out of the cache that a device makes is only begun here: `Gathering`.
+command changes meanwhile, it changes behind those steps, and a copy of what they compute is made behind them.
+`Scattered` may be an event of a later call, too: the buffer was read then (`blocks/landing.py`). A copy out of the
+cache that a device or other ranks make is only begun here: `Gathering`.
 
 A step that is short of blocks suspends sequences: before it runs, their KV is copied to host memory, and copied back
 when there is room again. A copy that fails ends, at worst, its sequence.

@@ -134,9 +134,9 @@ class ShardRunner(ModelRunner, Protocol):
         ...
 
     def launch(self, plan: StepPlan, arrays: BatchArrays) -> QueuedStep:
-        """Rank 0 of several stages: compute this stage's part of the plan and send it on. `result` waits for the logits,
-        where rows sample, and samples; results are taken in the order of the launches. Up to `stages` steps are under
-        way when another one is launched."""
+        """Rank 0 of several stages: compute this stage's part of the plan and send it on. `result` waits for the
+        logits, where rows sample, and samples; results are taken in the order of the launches. Up to `stages` steps are
+        under way when another one is launched."""
         return _ComputedStep(self.step(plan, arrays))
 
     def compute(self, arrays: BatchArrays) -> None:

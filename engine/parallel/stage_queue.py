@@ -1,4 +1,5 @@
-"""The step queue of a worker with stages: while one stage computes a step of prompts, those before it compute later ones.
+"""The step queue of a worker with stages: while one of them computes a step of prompts, those before it compute later
+ones.
 
     rank 0           Step n to all, launch n ── Step n+1 to all, launch n+1 ── ... ── result n ── ...
     stage 1, 2, ..   compute n as the rows of the stage before come, then n+1

@@ -3,11 +3,13 @@
 Each turn of the loop takes the commands that arrived and runs one step. Events for the asyncio side go out as a `Batch`
 before the step and after it, or, where no stream waits for them, with those of the next steps (`TokenPacing`). With
 nothing to do it sleeps until a command arrives, the next deadline of a sequence, or a step is due that shows how quick
-the idle worker is. The time of a step that was launched while others were computed is that from the end of the one
-before it: what it adds to the time in which the worker computes. A step's plan is delivered when it begins, so that KV of it can be ordered meanwhile: it is copied
-as soon as it is computed. Copies of a device are waited for by another thread (`copy_watch.py`), which delivers their
-answers itself. The thread ends by `stop` or by a crash; calls that it did not reach are answered with
-`EngineStoppedError`.
+the idle worker is; with nothing to launch beside steps of other ranks, until a command arrives or one is computed. A
+step's plan is delivered when it begins, so that KV of it can be ordered meanwhile: it is copied as soon as it is
+computed. Copies of a device are waited for by another thread (`copy_watch.py`), which delivers their answers itself.
+The thread ends by `stop` or by a crash; calls that it did not reach are answered with `EngineStoppedError`.
+
+A step is measured from when it was planned, or from the end of the step before it, if that was later: by how much it
+lengthens the time in which the worker computes. So the times of steps that are under way together add up to that time.
 """
 
 from __future__ import annotations
