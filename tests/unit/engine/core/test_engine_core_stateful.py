@@ -1,4 +1,5 @@
-"""Random lives of many sequences on one small core, whose steps are computed at once or queued, with drafts or without.
+"""Random lives of many sequences on one small core, whose steps are computed at once or queued, decodes or prompts,
+with drafts or without.
 After every command all must be sound, at the end nothing may be held, and whatever was sampled must be what the fake
 model says."""
 
@@ -34,7 +35,7 @@ from disagg.engine.commands import (
     Unhold,
 )
 from disagg.engine.config import Scheduling
-from disagg.engine.fake_runner import fake_generate, fake_logprobs
+from disagg.engine.fake_runner import FakeModelRunner, fake_generate, fake_logprobs
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer
 from disagg.engine.request import Sequence
@@ -44,6 +45,7 @@ from disagg.proto.token_ids import unpack_token_ids
 from tests.support.drafting import KnownDrafts, draft
 from tests.support.engine import VOCAB_SIZE, assert_idle, kv_of, make_core, make_prompt, make_spec
 from tests.support.queueing import QueueingRunner
+from tests.support.stages import StagedRunner
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_swap_slots=st.sampled_from([3, 0, 1, 9]),
         computes_prompts=st.booleans(),
         scheduling=st.sampled_from(["decode_first", "decode_first", "slack", "prefill_first", "static"]),
-        queues=st.booleans(),
+        queue=st.sampled_from(["none", "decodes", "prompts"]),
         right_drafts=st.sampled_from([None, 0.7, 1.0, 0.0]),
         failing=st.dictionaries(st.integers(0, 40), st.sampled_from(["enqueue", "result"]), max_size=3),
         windows=st.sampled_from([(), (), ((16, 10),), ((5, 8), (40, 14)), ((33, 30),), ((90, 12), (20, 9))]),
@@ -136,17 +138,20 @@ class CoreMachine(RuleBasedStateMachine):
         num_swap_slots: int,
         computes_prompts: bool,
         scheduling: Scheduling,
-        queues: bool,
+        queue: str,
         right_drafts: float | None,
         failing: dict[int, str],
         windows: tuple[tuple[int, int], ...],
     ) -> None:
         self.windows = tuple(window for window, _ in windows)
         self.may_be_preempted = not computes_prompts
-        self.queues = queues
-        runner = (
-            QueueingRunner(num_blocks, block_size, max_decodes=3, failing=failing, windows=windows) if queues else None
-        )
+        self.queues = queue == "decodes"
+        runner: FakeModelRunner | None = None
+        if queue == "decodes":
+            runner = QueueingRunner(num_blocks, block_size, max_decodes=3, failing=failing, windows=windows)
+        elif queue == "prompts":
+            pools = [(window, 2 * pool + 10) for window, pool in windows]
+            runner = StagedRunner(2, num_blocks, block_size, failing=failing, windows=pools, notices=computes_prompts)
         self.core = make_core(
             num_blocks,
             block_size=block_size,
