@@ -38,8 +38,10 @@ from disagg.engine.config import AdapterOptions
 from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.plan import (
     Buffer,
+    ComputedStep,
     LoadedAdapter,
     ModelRunner,
+    QueuedStep,
     ScheduledSequence,
     StepPlan,
     StepQueue,
@@ -197,6 +199,10 @@ class FakeModelRunner(ModelRunner):
     def step(self, plan: StepPlan, arrays: BatchArrays) -> StepResult:
         """Like `run`: the plan has all that the pages need."""
         return self.run(plan)
+
+    def launch(self, plan: StepPlan, arrays: BatchArrays) -> QueuedStep:
+        """Like `step`: there is nothing to wait for."""
+        return ComputedStep(self.step(plan, arrays))
 
     def compute(self, arrays: BatchArrays) -> None:
         """Write the tokens to this rank's pages."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
+from typing_extensions import override
 
 from disagg.engine.request import Sequence
 from disagg.engine.speculation.proposer import Proposer
@@ -144,6 +145,17 @@ class QueuedStep(Protocol):
     def result(self) -> StepResult:
         """Wait for what it sampled. To be called once."""
         ...
+
+
+class ComputedStep(QueuedStep):
+    """A step that was computed when it was queued."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    @override
+    def result(self) -> StepResult:
+        return self._result
 
 
 class StepQueue(Protocol):

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from disagg.engine.batch_arrays import BatchArrays
 from disagg.engine.kv_transfer.transport import Checksum
-from disagg.engine.plan import Buffer, ModelRunner, QueuedStep, StepPlan, StepResult
+from disagg.engine.plan import Buffer, ComputedStep, ModelRunner, QueuedStep, StepPlan, StepResult
 from disagg.engine.rank_messages import Done, RankCall, RankCommand, TransportCommand
 from disagg.engine.sharding.shards import Shard
 
@@ -84,17 +84,6 @@ class RankTransports(Protocol):
         ...
 
 
-class _ComputedStep(QueuedStep):
-    """A step that was computed at once."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    @override
-    def result(self) -> StepResult:
-        return self._result
-
-
 class ShardRunner(ModelRunner, Protocol):
     """A `ModelRunner` that may be one rank of several; `layout` and `fingerprint` are the whole model's. With one rank
     it is complete as it is made, and `join` is not called. Owner: the engine thread."""
@@ -137,7 +126,7 @@ class ShardRunner(ModelRunner, Protocol):
         """Rank 0 of several stages: compute this stage's part of the plan and send it on. `result` waits for the
         logits, where rows sample, and samples; results are taken in the order of the launches. Up to `stages` steps are
         under way when another one is launched."""
-        return _ComputedStep(self.step(plan, arrays))
+        return ComputedStep(self.step(plan, arrays))
 
     def compute(self, arrays: BatchArrays) -> None:
         """Other ranks: this rank's part of a step."""
