@@ -181,7 +181,7 @@ def rank_group(runners: Sequence[R], num_blocks: int) -> Iterator[RankGroup[R]]:
     ranks, ends = [], []
     for runner in others:
         own, other = memory_connections()
-        followers.attach(runner.shard.rank, own)
+        followers.attach(runner.shard.number, own)
         ranks.append(start_rank(runner, other))
         ends.append(other)
     try:

@@ -369,7 +369,7 @@ class Script:
         """The events of each attempt, but for plans, and for what was in the cache and when."""
         core = make_core(runner=runner, roles=("prefill",), token_budget=CHUNK, max_num_seqs=6)
         events: list[Event] = []
-        for turn, commands in enumerate(self.turns):
+        for turn, commands in enumerate([*self.turns, *([[]] * 1000)]):
             for command in commands:
                 events += core.handle(command, float(turn))
             stepped = core.step(float(turn))
@@ -378,8 +378,8 @@ class Script:
                     core.handle(Release(event.key), float(turn))
             events += stepped
             assert_sound(core)
-        while core.has_work:
-            events += core.step(float(self.num_turns))
+            if turn > self.num_turns and not core.has_work:
+                break
         handle_all(core, *map(Release, self.prompts))
         assert_idle(core)
         found: dict[AttemptKey, list[Event]] = {key: [] for key in self.prompts}
