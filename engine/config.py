@@ -434,12 +434,18 @@ def resolved_dtype(model: ModelOptions, device: str, cpu_dtype: Dtype) -> Dtype:
 
 
 def check_kv_stays_private(config: WorkerConfig) -> None:
-    """Refuse to send KV in clear where other machines could read it.
+    """Refuse to send KV, or what stages send each other of prompts, in clear where other machines could read it.
 
     Raises:
         ConfigError: if the worker hands over (it has one role only, is elastic, or fetches), its address is not a
-            loopback one, its transport leaves the host, and nothing allows that.
+            loopback one, its transport leaves the host, and nothing allows that; or if it has several stages, which
+            may be on several hosts.
     """
+    if config.pp > 1 and not (config.plaintext_kv or ipaddress.ip_address(config.host).is_loopback):
+        raise ConfigError(
+            f"network.plaintext_kv: what {config.pp} stages compute of prompts would leave {config.host} unencrypted; "
+            "set it to true if all machines of that network may read prompts"
+        )
     hands_over = len(config.roles) == 1 or config.is_elastic or config.fetch
     if hands_over and not kv_stays_private(config):
         raise ConfigError(

@@ -24,7 +24,8 @@ from disagg.connections.addresses import is_loopback
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "ray"
 GPU_FILES = ("aws-gpu.yaml", "gcp-gpu.yaml")
-CLUSTER_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml", "loopback.yaml", *GPU_FILES)
+LOOPBACK_FILES = ("loopback.yaml", "loopback-stages.yaml")
+CLUSTER_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml", *LOOPBACK_FILES, *GPU_FILES)
 SLOT = "disagg_slot"
 SENSITIVE = re.compile(r"[0-9a-f]{32,}|BEGIN [A-Z ]*PRIVATE KEY|AKIA[0-9A-Z]{16}")
 
@@ -52,7 +53,8 @@ def commands(cluster_file: dict[str, Any]) -> list[str]:
 
 def test_every_cluster_file_is_tested() -> None:
     found = {path.name for path in FOLDER.glob("*.yaml")}
-    assert found == {*CLUSTER_FILES, "disagg.yaml", "disagg-gpu.yaml", "disagg-loopback.yaml"}
+    ours = {"disagg.yaml", "disagg-gpu.yaml", "disagg-loopback.yaml", "disagg-loopback-stages.yaml"}
+    assert found == {*CLUSTER_FILES, *ours}
 
 
 def test_ray_accepts_it(cluster_file: dict[str, Any]) -> None:
@@ -72,7 +74,7 @@ def test_ray_refuses_a_key_that_it_does_not_know() -> None:
 
 
 def test_our_own_providers_accept_their_files() -> None:
-    for name in ("onprem.yaml", "loopback.yaml"):
+    for name in ("onprem.yaml", *LOOPBACK_FILES):
         config = prepare_config(read(name))
         module, _, provider = config["provider"]["module"].rpartition(".")
         settled = getattr(importlib.import_module(module), provider).bootstrap_config(config)
@@ -89,7 +91,7 @@ def test_each_pool_has_nodes_with_its_labels_and_room_for_its_workers(cluster_fi
         assert pool.node_labels.items() <= node_type["labels"].items()
         taken = "GPU" if pool.device == "cuda" else SLOT
         assert node_type["resources"][taken] >= pool.tp
-        assert node_type["resources"][taken] // pool.tp * node_type["min_workers"] >= pool.size
+        assert node_type["resources"][taken] // pool.tp * node_type["min_workers"] >= pool.size * pool.pp
         others = [other for other in types if other != name]
         assert not [other for other in others if pool.node_labels.items() <= types[other]["labels"].items()]
 
@@ -162,8 +164,18 @@ def test_what_is_mounted_exists_or_is_built(cluster_file: dict[str, Any]) -> Non
         assert local in built or (REPOSITORY / local).is_file()
 
 
-def test_the_loopback_cluster_never_ends_another_ray() -> None:
-    assert not [command for command in commands(read("loopback.yaml")) if "ray stop" in command]
+@pytest.mark.parametrize("name", LOOPBACK_FILES)
+def test_a_loopback_cluster_never_ends_another_ray(name: str) -> None:
+    assert not [command for command in commands(read(name)) if "ray stop" in command]
+
+
+def test_stages_are_on_nodes_of_their_own() -> None:
+    """As in the loopback cluster without stages, but for the prefill nodes."""
+    plain, stages = map(read, LOOPBACK_FILES)
+    pool = dict(active_pools(served_by(stages)))["prefill"]
+    assert (pool.pp, stages["available_node_types"]["prefill"]["resources"][SLOT]) == (2, 1)
+    for key in ("auth", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
+        assert stages[key] == plain[key]
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(FOLDER.glob("*.yaml"))])

@@ -1,6 +1,6 @@
 """The whole way of a cluster under `ray up`, with the files of deploy/ray: real nodes, all on this machine.
 
-ray up -> a head, and by itself controller, gateway and two nodes with a worker each -> tokens stream
+ray up -> a head, and by itself controller, gateway, a worker of two stages on two nodes and one on one -> tokens stream
 disagg scale decode=2 -> Ray starts another node -> its worker serves
 ray down -> nothing is left, and other people's Ray was not touched
 """
@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from disagg.client import Client
+from disagg.cluster.on_ray.nodes.local_runner import NODE_MARK
+from disagg.cluster.system.process_tools import ProcessRef
 from disagg.engine.fake_runner import fake_generate
 from disagg.proto.errors import DisaggError
 from tests.cluster.launching import Launch, free_ports, new_launch, read_deploy
 from tests.support.processes import mentioning
+from tests.support.sockets import listening_addresses
 
 pytestmark = pytest.mark.ray
 
@@ -38,22 +42,23 @@ def somebody_elses_ray() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_cluster_comes_up_serves_grows_and_goes(launch: Launch, somebody_elses_ray: subprocess.Popen[bytes]) -> None:
-    gateway = f"127.0.0.1:{write_files(launch)}"
+    gateway = f"127.0.0.1:{write_files(launch, name='loopback-stages')}"
     nodes = launch.folder / "c"
     launch.run("ray", "up", "-y", str(launch.cluster_file))
     with Client(gateway) as client:
         wait_for_workers(launch, client, ["decode-0", "prefill-0"])
-        assert node_types(launch) == ["decode", "head", "prefill"]
+        assert node_types(launch) == ["decode", "head", "prefill", "prefill"]
         assert serve(client) == ("prefill-0", "decode-0")
+        check_stages(launch)
 
         launch.run("disagg", "scale", "decode=2", "--address", gateway)
         wait_for_workers(launch, client, ["decode-0", "decode-1", "prefill-0"])
-        assert node_types(launch) == ["decode", "decode", "head", "prefill"]
+        assert node_types(launch) == ["decode", "decode", "head", "prefill", "prefill"]
         routes = {serve(client, number) for number in range(4)}
         assert routes == {("prefill-0", "decode-0"), ("prefill-0", "decode-1")}
 
     processes = launch.processes()
-    assert len(processes) > 8  # three workers, gateway and controller; four nodes of Ray
+    assert len(processes) > 10  # four ranks, gateway and controller; five nodes of Ray
     launch.run("ray", "down", "-y", str(launch.cluster_file))
     assert [process for process in processes if process.is_alive()] == []
     assert launch.processes() == []
@@ -62,18 +67,31 @@ def test_a_cluster_comes_up_serves_grows_and_goes(launch: Launch, somebody_elses
     assert somebody_elses_ray.poll() is None
 
 
+def check_stages(launch: Launch) -> None:
+    """The two stages of the prefill worker are on a node each, and listen nowhere but on its address."""
+    nodes = [node_id.partition("@")[::2] for node_id in node_ids(launch) if node_id.startswith("prefill")]
+    found: dict[bytes, list[set[str]]] = {b"ray::HostActor": [], b"ray::RankActor": []}
+    for name, address in nodes:
+        for process in ProcessRef.family(f"{NODE_MARK}={launch.folder / 'c' / name}"):
+            title = Path(f"/proc/{process.pid}/cmdline").read_bytes().partition(b"\0")[0]
+            if title.partition(b".")[0] in found:
+                hosts = {host for host, _ in listening_addresses(process.pid)}
+                found[title.partition(b".")[0]].append(hosts - {address})
+    assert found == {b"ray::HostActor": [set()], b"ray::RankActor": [set()]}
+
+
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
 """Changes what is served, and the cluster file."""
 
 
-def write_files(launch: Launch, change: Change = lambda served, cluster: None) -> int:
+def write_files(launch: Launch, change: Change = lambda served, cluster: None, name: str = "loopback") -> int:
     """The files of deploy/ray with folder and ports of ours, and the model that needs no import; the gateway's port."""
     head_port, _, gateway_port = free_ports(3)
-    served = read_deploy("disagg-loopback.yaml")
+    served = read_deploy(f"disagg-{name}.yaml")
     served |= {"model": {"path": "fake"}}
     served["placement"] = {"local_prefill": "never", "policy": "round_robin"}  # so that each decode worker has its turn
     served["gateway"]["port"] = gateway_port
-    cluster = read_deploy("loopback.yaml")
+    cluster = read_deploy(f"{name}.yaml")
     cluster["provider"] |= {"head_port": head_port, "dir": str(launch.folder / "c")}
     cluster["file_mounts"]["~/disagg.yaml"] = str(launch.folder / "disagg.yaml")
     cluster["setup_commands"] = []
