@@ -14,7 +14,7 @@ from disagg.cluster.control.plan import plan_cluster
 from disagg.cluster.core import ranks
 from disagg.cluster.hosts.rank_process import RankStart
 from disagg.cluster.system.cores import VISIBLE_DEVICES, own_devices, see_own_devices
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import WorkerConfig, check_kv_stays_private
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from tests.support.pooled_models import BERT, write_json
@@ -109,6 +109,31 @@ def test_the_only_rank_has_the_device_of_its_worker_where_that_is_visible(
 ) -> None:
     config = worker(1, cores=(0, 1), device=device)
     assert ranks.rank_config(config, 0, sees_all_devices=sees_all) == msgspec.structs.replace(config, device=expected)
+
+
+@pytest.mark.parametrize(
+    ("host", "pp", "is_allowed", "is_refused"),
+    [
+        ("10.0.0.1", 2, False, True),
+        ("10.0.0.1", 2, True, False),
+        ("127.0.0.3", 2, False, False),
+        ("10.0.0.1", 1, False, False),
+    ],
+)
+def test_stages_send_nothing_in_clear_where_others_may_read(
+    host: str, pp: int, is_allowed: bool, is_refused: bool
+) -> None:
+    """Neither of a worker that hands nothing over."""
+    config = msgspec.structs.replace(
+        worker(1, pp=pp), host=host, plaintext_kv=is_allowed, roles=("prefill", "decode"), transport="shm"
+    )
+    if is_refused:
+        with pytest.raises(
+            ConfigError, match=r"network\.plaintext_kv: what 2 stages compute of prompts would leave 10"
+        ):
+            check_kv_stays_private(config)
+    else:
+        check_kv_stays_private(config)
 
 
 def test_what_a_rank_reads_is_what_was_written() -> None:
