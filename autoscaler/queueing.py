@@ -1,9 +1,10 @@
 """An estimate of attainment by queueing theory: quick enough to order hundreds of candidates, which the simulator then
 judges.
 
-Prefill is a queue M/G/c: Poisson arrivals, c workers, a prompt's time as service. The probability to wait is Erlang's
-C, the mean wait that of Lee and Longton (1959), W = W(M/M/c) (1 + cv^2) / 2 with cv the coefficient of variation of the
-service, and the wait of those who wait is taken as exponential.
+Prefill is a queue M/G/c: Poisson arrivals, c workers, the time by which a prompt delays the next one as service. That
+is all of its time; on a worker of several stages, through which prompts follow each other, that of the slowest stage.
+The probability to wait is Erlang's C, the mean wait that of Lee and Longton (1959), W = W(M/M/c) (1 + cv^2) / 2 with cv
+the coefficient of variation of the service, and the wait of those who wait is taken as exponential.
 
 Decode is processor sharing: with n sequences on a worker each gets a token per t(n). For a service rate that depends
 on n only, the number of sequences is distributed as P(n) ~ product over k = 1..n of (arrivals * work * t(k) / k),
@@ -24,7 +25,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from disagg.autoscaler.transfer import KvBytes, exposed_s
-from disagg.step_times.interface import LinkTimes, StepTimes, StepWork, chunks_s, decode_s, prefill_s
+from disagg.step_times.interface import (
+    BusyTimes,
+    LinkTimes,
+    StepTimes,
+    StepWork,
+    busy_s,
+    chunks_s,
+    decode_s,
+    prefill_s,
+)
 
 AVERAGED = 0.74
 """Variance of the mean of an exponentially correlated process over one correlation time, in parts of its own:
@@ -115,6 +125,13 @@ class WorkerModel:
         key = (kind.computed, kind.cached, -1)
         if key not in self._seen:
             self._seen[key] = prefill_s(self.times, kind.computed, self.token_budget, kind.cached)
+        return self._seen[key]
+
+    def busy_s(self, kind: Lengths) -> float:
+        """Seconds by which a prompt delays the prompts behind it."""
+        key = (kind.computed, kind.cached, -2)
+        if key not in self._seen:
+            self._seen[key] = busy_s(self.times, kind.computed, self.token_budget, kind.cached)
         return self._seen[key]
 
     def token_s(self, batch: float, context: float) -> float:
@@ -212,13 +229,13 @@ def prefill_estimate(load: Load, worker: WorkerModel, num_workers: int) -> tuple
     """(share of requests within the TTFT limit, mean TTFT, utilization) of a pool of prefill workers; None where it
     cannot keep up."""
     alone = [worker.prompt_s(kind) for kind in load.kinds]
-    offered = load.rate_per_s * _mean(_batched(load.kinds, worker, alone))
-    utilization = offered / num_workers
+    busy = [worker.busy_s(kind) for kind in load.kinds]
+    batched = _batched(load.kinds, worker, busy)
+    utilization = load.rate_per_s * _mean(batched) / num_workers
     if utilization >= 1.0:
         return None
     # The busier a worker is, the more prompts share a step.
-    batched = _batched(load.kinds, worker, alone)
-    services = [full + (1.0 - utilization) * (own - full) for own, full in zip(alone, batched, strict=True)]
+    services = [full + (1.0 - utilization) * (own - full) for own, full in zip(busy, batched, strict=True)]
     wait = wait_of(num_workers, load.rate_per_s, services)
     if wait is None:
         return None
@@ -227,17 +244,17 @@ def prefill_estimate(load: Load, worker: WorkerModel, num_workers: int) -> tuple
     return within, wait.chance * wait.mean_s + _mean(alone), utilization
 
 
-def _batched(kinds: Sequence[Lengths], worker: WorkerModel, alone: Sequence[float]) -> list[float]:
-    """Seconds that each prompt adds to full steps; never more than it takes alone."""
-    added = []
-    for kind, own in zip(kinds, alone, strict=True):
+def _batched(kinds: Sequence[Lengths], worker: WorkerModel, busy: Sequence[float]) -> list[float]:
+    """Seconds that each prompt adds to full steps; never more than it adds alone."""
+    added, times = [], BusyTimes(worker.times)
+    for kind, own in zip(kinds, busy, strict=True):
         together = worker.token_budget // kind.computed
         if together < 2:
             added.append(own)
             continue
         pairs = kind.computed * kind.cached + kind.computed * (kind.computed + 1) // 2
         step = StepWork(together * kind.computed, together * pairs, 0, 0, together)
-        added.append(min(own, worker.times.step_s(step) / together))
+        added.append(min(own, times.step_s(step) / together))
     return added
 
 
@@ -393,8 +410,8 @@ def _exposed_s(kind: Lengths, prefill: WorkerModel, kv_bytes: KvBytes, link: Lin
 
 
 def _overload(load: Load, prefill: WorkerModel, num_prefill: int, decode: WorkerModel, num_decode: int) -> float:
-    alone = [prefill.prompt_s(kind) for kind in load.kinds]
-    prompts = load.rate_per_s * _mean(_batched(load.kinds, prefill, alone)) / num_prefill
+    busy = [prefill.busy_s(kind) for kind in load.kinds]
+    prompts = load.rate_per_s * _mean(_batched(load.kinds, prefill, busy)) / num_prefill
     most = max(1, _most(load, decode))
     seconds = decode.token_s(most, decode_context(load.kinds))
     answers = load.rate_per_s * _mean([kind.output - 1 for kind in load.kinds]) * seconds / most / num_decode

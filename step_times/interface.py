@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from disagg.step_times.pipeline import Pipeline
 
 MAX_CHUNKS = 32
 """Number of chunks of a prompt up to which the time of each is computed separately."""
@@ -32,6 +35,32 @@ class StepTimes(Protocol):
         ...
 
 
+@runtime_checkable
+class StagedTimes(StepTimes, Protocol):
+    """The time model of a worker of several stages (pipeline parallelism). `step_s` is that of a step which passes all
+    of them while no other one is under way."""
+
+    num_stages: int
+
+    def stages_s(self, work: StepWork) -> tuple[float, ...]:
+        """Seconds that each stage takes for one step, with what it sends to the next one."""
+        ...
+
+
+@dataclass(frozen=True)
+class BusyTimes:
+    """The time by which a step without decodes delays the next one: all of it, or, on a worker of several stages, what
+    its slowest stage takes."""
+
+    times: StepTimes
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of the slowest stage; of the whole step where decodes are in it, which only runs alone."""
+        if isinstance(self.times, StagedTimes) and not work.num_decodes:
+            return max(self.times.stages_s(work))
+        return self.times.step_s(work)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkTimes:
     """A link that KV travels over: n bytes take `latency_s + n / bandwidth_bytes_per_s`."""
@@ -41,15 +70,36 @@ class LinkTimes:
 
 
 def prefill_s(times: StepTimes, tokens: int, token_budget: int, before: int = 0) -> float:
-    """Seconds to compute a prompt alone, in chunks of at most `token_budget`, behind `before` cached tokens."""
-    return chunks_s(times, tokens, token_budget, before)
+    """Seconds to compute a prompt alone, in chunks of at most `token_budget`, behind `before` cached tokens. On a
+    worker of several stages a chunk begins when the one before it has left the first stage."""
+    if not isinstance(times, StagedTimes):
+        return chunks_s(times, tokens, token_budget, before)
+    pipeline = Pipeline(times.num_stages)
+    for number, size, attended in _chunks(tokens, token_budget, before):
+        pipeline.launch_equal(times.stages_s(StepWork(size, attended, 0, 0, 1)), number)
+    return pipeline.ended
+
+
+def busy_s(times: StepTimes, tokens: int, token_budget: int, before: int = 0) -> float:
+    """Seconds by which a prompt in chunks of at most `token_budget` delays the prompts behind it."""
+    return chunks_s(BusyTimes(times), tokens, token_budget, before)
 
 
 def chunks_s(
     times: StepTimes, tokens: int, chunk: int, before: int = 0, num_decodes: int = 0, decode_context: int = 0
 ) -> float:
     """Seconds of the steps that compute a prompt in chunks of at most `chunk` tokens, behind `before` cached ones, each
-    beside these decodes.
+    beside these decodes, one after the other."""
+    return sum(
+        [
+            number * times.step_s(StepWork(size, attended, num_decodes, decode_context, 1))
+            for number, size, attended in _chunks(tokens, chunk, before)
+        ]
+    )
+
+
+def _chunks(tokens: int, chunk: int, before: int) -> Iterator[tuple[int, int, int]]:
+    """Number, tokens and query-key pairs of the chunks of a prompt.
 
     Steps of a full chunk differ only in how much it attends to. Of more than `MAX_CHUNKS` of them several in a row
     count as so many of their mean, which is exact where the time is linear in that: both numbers are a user's, and a
@@ -57,16 +107,13 @@ def chunks_s(
     """
     num_full, rest = divmod(tokens, chunk)
     num_each = -(-num_full // MAX_CHUNKS)
-    seconds, first = 0.0, 0
+    first = 0
     while first < num_full:
-        count = min(num_each, num_full - first)
-        attended = (chunk * (2 * before + chunk * (2 * first + count - 1)) + chunk * (chunk + 1)) // 2
-        seconds += count * times.step_s(StepWork(chunk, attended, num_decodes, decode_context, 1))
-        first += count
+        number = min(num_each, num_full - first)
+        yield number, chunk, (chunk * (2 * before + chunk * (2 * first + number - 1)) + chunk * (chunk + 1)) // 2
+        first += number
     if rest:
-        attended = rest * (before + tokens - rest) + rest * (rest + 1) // 2
-        seconds += times.step_s(StepWork(rest, attended, num_decodes, decode_context, 1))
-    return seconds
+        yield 1, rest, rest * (before + tokens - rest) + rest * (rest + 1) // 2
 
 
 def decode_s(times: StepTimes, batch: int, context: float) -> float:
