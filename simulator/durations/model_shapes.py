@@ -155,12 +155,13 @@ class ModelShape:
         """Bytes of the keys and values of one token in all layers. What a prefix takes is `kv_layout().bytes_of`."""
         return self.kv_layout(kv_dtype).bytes_per_token
 
-    def scratch_bytes(self, num_tokens: int, tp: int = 1, dtype: str = "bfloat16") -> int:
-        """Bytes that experts need beside their weights on each of `tp` ranks, in a step of so many tokens."""
+    def scratch_bytes(self, num_tokens: int, tp: int = 1, dtype: str = "bfloat16", *, ep: bool = False) -> int:
+        """Bytes that experts need beside their weights on each of `tp` ranks, in a step of so many tokens. With `ep`
+        each rank has whole experts."""
         if self.experts is None:
             return 0
         experts = self.experts.config
-        of_rank = replace(experts, intermediate_size=experts.intermediate_size // tp)
+        of_rank = experts if ep else replace(experts, intermediate_size=experts.intermediate_size // tp)
         return of_rank.scratch_bytes(num_tokens, self.hidden_size, int(DTYPE_BYTES[dtype]))
 
     @property
@@ -183,8 +184,9 @@ class ModelShape:
         """KV heads that each of `tp` ranks holds. With fewer heads than ranks, neighbouring ranks hold the same one."""
         return max(1, self.num_kv_heads // tp)
 
-    def check_tp(self, tp: int, flag: str = "--tp") -> None:
-        """Check that `tp` ranks can divide the model; the rules are those of `engine/sharding/model_shards.py`.
+    def check_tp(self, tp: int, flag: str = "--tp", *, ep: bool = False) -> None:
+        """Check that `tp` ranks can divide the model; the rules are those of `engine/sharding/model_shards.py`. With
+        `ep` each rank has whole experts.
 
         Raises:
             ConfigError: they cannot; names the size that stands against it.
@@ -196,7 +198,10 @@ class ModelShape:
             sizes.append(("MLP columns", self.intermediate_size))
         if self.experts is not None:
             experts = self.experts.config
-            sizes += [("columns of an expert", experts.intermediate_size), ("shared columns", experts.shared_size)]
+            divided = ("columns of an expert", experts.intermediate_size)
+            if ep:
+                divided = ("experts", experts.routing.num_experts)
+            sizes += [divided, ("shared columns", experts.shared_size)]
         for name, count in sizes:
             if count % tp:
                 raise ConfigError(f"{flag}: {count} {name} of {self.name} cannot be divided among {tp} ranks")

@@ -14,12 +14,16 @@ times the efficiency that real kernels reach (`devices.Kernels`), and a start-up
     the rest              norms, rotation, activation: bytes
 
 and once the LM head for the sequences that sample, and a fixed time. Ranks divide heads, columns and vocabulary as in
-`engine/sharding/shards.py`; they compute the same at the same time, so that one rank's time is the step's. Pipeline
-parallelism, and experts over several workers, are not computed (`check_parallelism`).
+`engine/sharding/shards.py`; they compute the same at the same time, so that one rank's time is the step's. Where each
+rank has whole experts (`ep`), the step takes as long as the rank with the most rows and the one with the most chosen
+experts, if tokens choose at random. Workers of several stages are in stages.py; experts over several workers are not
+computed (`check_parallelism`).
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,15 +71,12 @@ class _Gemm:
     curve: Curve | None
 
 
-def check_parallelism(*, pp: int = 1, ep: int = 1) -> None:
-    """Refuse pipeline parallelism, and expert parallelism over several workers, which neither this model nor the engine
-    supports.
+def check_parallelism(*, ep: int = 1) -> None:
+    """Refuse expert parallelism over several workers, which neither this model nor the engine supports.
 
     Raises:
-        ConfigError: pipeline or expert parallelism is asked for.
+        ConfigError: expert parallelism over several workers is asked for.
     """
-    if pp != 1:
-        raise ConfigError(f"--pp: pipeline parallelism ({pp}) is not supported; supported is tensor parallelism, --tp")
     if ep != 1:
         raise ConfigError(
             f"--ep: expert parallelism ({ep}) beyond the ranks of a worker is not supported; --tp divides the experts"
@@ -83,8 +84,9 @@ def check_parallelism(*, pp: int = 1, ep: int = 1) -> None:
 
 
 class RooflineStepTimes:
-    """A worker of `tp` devices. `weight_dtype` is what weights are stored in (`fp8` and `int8` halve what decode
-    reads, and multiply at that dtype's rate), `kv_dtype` what keys and values are.
+    """A worker of `tp` devices, each of which has whole experts where `ep` is true. `weight_dtype` is what weights are
+    stored in (`fp8` and `int8` halve what decode reads, and multiply at that dtype's rate), `kv_dtype` what keys and
+    values are.
 
     Raises:
         ConfigError: the model cannot be divided so, or the device lacks the dtype.
@@ -101,9 +103,11 @@ class RooflineStepTimes:
         kv_dtype: str | None = None,
         tables: PerfTables | None = None,
         step_s: float | None = None,
+        ep: bool = False,
     ) -> None:
-        model.check_tp(tp)
-        self.model, self.device, self.tp = model, device, tp
+        model.check_tp(tp, ep=ep)
+        self.model, self.device, self.tp, self._ep = model, device, tp, ep
+        self._has_head = True
         self._windows = Counter(model.windows)
         """Number of layers of each window, 0 for none; empty where no layer has one."""
         weight_dtype, kv_dtype = weight_dtype or dtype, kv_dtype or dtype
@@ -116,7 +120,8 @@ class RooflineStepTimes:
         self._attention_peak = device.peak(dtype)
         self._weight_bytes, self._kv_bytes = DTYPE_BYTES[weight_dtype], DTYPE_BYTES[kv_dtype]
         self._scale_bytes = SCALE_BYTES.get(kv_dtype, 0)
-        self._activation_bytes = max(ACTIVATION_BYTES, DTYPE_BYTES[dtype])
+        self.activation_bytes = max(ACTIVATION_BYTES, DTYPE_BYTES[dtype])
+        """Bytes of one number of a hidden state."""
         self._fixed_s = kernels.step_s if step_s is None else step_s
         self._heads, self._kv_heads = model.num_heads // tp, model.kv_heads_per_rank(tp)
         self._correct(tables or PerfTables(), weight_dtype)
@@ -164,6 +169,16 @@ class RooflineStepTimes:
         self.corrected = tuple(name for name, found in parts if found)
         """Names of the parts that measured times correct."""
 
+    def of_stage(self, shape: ModelShape, *, is_first: bool, is_last: bool) -> RooflineStepTimes:
+        """The times of a stage of such workers, with the layers of `shape`. The fixed time is that of the first stage,
+        which plans the steps; the last one has the head."""
+        stage = copy.copy(self)
+        stage.model = shape
+        stage._windows = Counter(shape.windows)
+        stage._has_head = is_last
+        stage._fixed_s = self._fixed_s if is_first else 0.0
+        return stage
+
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
         return sum(self.parts(work))
@@ -174,7 +189,6 @@ class RooflineStepTimes:
         tokens = work.prefill_tokens + work.num_decodes
         if tokens == 0:
             return StepParts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self._fixed_s)
-        sampling = work.num_decodes + (max(1, work.num_prefills) if work.prefill_tokens else 0)
         return StepParts(
             gemms=self._gemms_s(tokens),
             prefill_attention=self._over_layers(self._prefill_attention_s, work),
@@ -182,7 +196,7 @@ class RooflineStepTimes:
             all_reduces=0.0 if self.tp == 1 else 2 * num_layers * self._corrected_all_reduce_s(tokens),
             others=num_layers
             * (kernels.other_start_s + self._other_bytes(tokens) / self._memory(kernels.other_memory)),
-            head=self._corrected_gemm_s(sampling, self._head),
+            head=self._corrected_gemm_s(num_sampling(work), self._head) if self._has_head else 0.0,
             fixed=self._fixed_s,
         )
 
@@ -200,7 +214,7 @@ class RooflineStepTimes:
     def _gemm_s(self, m: float, n: float, k: float, num_weights: float = 1.0) -> float:
         """Of m rows, each with one of so many weights."""
         kernels = self._kernels
-        num_bytes = self._weight_bytes * num_weights * n * k + self._activation_bytes * m * (n + k)
+        num_bytes = self._weight_bytes * num_weights * n * k + self.activation_bytes * m * (n + k)
         return kernels.gemm_start_s + _overlapped(
             2.0 * m * n * k / (self._peak * kernels.gemm_compute),
             num_bytes / self._memory(kernels.gemm_memory),
@@ -221,8 +235,15 @@ class RooflineStepTimes:
 
     def _experts_s(self, tokens: int, experts: ExpertsConfig) -> float:
         """The two products of all rows with their experts, of those that the rows are expected to choose."""
-        rows, distinct = tokens * experts.routing.top_k, experts.routing.distinct_experts(tokens)
-        features, hidden = experts.intermediate_size / self.tp, self.model.hidden_size
+        rows, distinct = float(tokens * experts.routing.top_k), experts.routing.distinct_experts(tokens)
+        features, hidden = float(experts.intermediate_size), self.model.hidden_size
+        if self._ep:
+            num_experts = experts.routing.num_experts
+            rows = _of_busiest(rows, self.tp, rows * (1.0 - 1.0 / self.tp))
+            chosen = distinct * (1.0 - distinct / num_experts)
+            distinct = min(_of_busiest(distinct, self.tp, chosen), num_experts / self.tp)
+        else:
+            features /= self.tp
         return self._gemm_s(rows, 2 * features, hidden, distinct) + self._gemm_s(rows, hidden, features, distinct)
 
     def _corrected_gemm_s(self, m: int, gemm: _Gemm) -> float:
@@ -271,7 +292,7 @@ class RooflineStepTimes:
         if (experts := model.experts) is not None:
             chosen = experts.config.routing.top_k * experts.config.intermediate_size + experts.config.shared_size
             features = (model.num_dense_layers * features + experts.num_layers * chosen) / model.num_layers
-        return self._activation_bytes * tokens * (8 * model.hidden_size + rotated + 3 * features / self.tp)
+        return self.activation_bytes * tokens * (8 * model.hidden_size + rotated + 3 * features / self.tp)
 
     def _all_reduce_s(self, num_bytes: float) -> float:
         kernels, device = self._kernels, self.device
@@ -286,7 +307,7 @@ class RooflineStepTimes:
         return seconds
 
     def _corrected_all_reduce_s(self, tokens: int) -> float:
-        num_bytes = self._activation_bytes * tokens * self.model.hidden_size
+        num_bytes = self.activation_bytes * tokens * self.model.hidden_size
         seconds = self._all_reduce_s(num_bytes)
         return seconds if self._all_reduce_curve is None else seconds * self._all_reduce_curve.factor(num_bytes)
 
@@ -306,6 +327,18 @@ class RooflineStepTimes:
         row_bytes = row.head_dim * self._kv_bytes + self._scale_bytes
         num_bytes = 2.0 * row.batch * row.tokens * row.num_kv_heads * row_bytes
         return num_bytes / self.device.memory_bandwidth
+
+
+def num_sampling(work: StepWork) -> int:
+    """Rows of a step for which logits are computed."""
+    return work.num_decodes + (max(1, work.num_prefills) if work.prefill_tokens else 0)
+
+
+def _of_busiest(total: float, num_ranks: int, variance: float) -> float:
+    """The share of the rank that gets most of `total` things which fall on ranks at random: the mean, and sqrt(2 ln n)
+    deviations, about the largest of n normal numbers. `variance`: of one rank's share, times the number of ranks."""
+    mean = total / num_ranks
+    return min(total, mean + math.sqrt(2.0 * math.log(num_ranks) * max(0.0, variance) / num_ranks))
 
 
 def _within(work: StepWork, window: int) -> StepWork:

@@ -145,10 +145,8 @@ def test_kv_heads_are_shared_by_more_ranks_than_there_are() -> None:
         replace(LLAMA, num_heads=96, num_kv_heads=6, intermediate_size=4 * 4096).check_tp(4)
 
 
-def test_pipeline_and_expert_parallelism_are_refused_by_name() -> None:
-    check_parallelism(pp=1, ep=1)
-    with pytest.raises(ConfigError, match=r"^--pp: pipeline parallelism \(2\) is not supported"):
-        check_parallelism(pp=2)
+def test_experts_over_several_workers_are_refused_by_name() -> None:
+    check_parallelism(ep=1)
     with pytest.raises(
         ConfigError, match=r"^--ep: expert parallelism \(8\) beyond the ranks of a worker is not supported"
     ):
