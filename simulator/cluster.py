@@ -35,7 +35,7 @@ from disagg.simulator.world.settings import ClusterSpec, Fault, PoolSpec
 from disagg.simulator.world.slow_times import SlowedSteps, SlowTime, factor_at, factor_before
 from disagg.simulator.world.surroundings import Answers, Surroundings
 from disagg.simulator.world.users import LOAD_TEST, Habits, UserRequest, Users
-from disagg.step_times.interface import StepTimes
+from disagg.step_times.interface import BusyTimes, StepTimes
 
 
 class Sample(NamedTuple):
@@ -313,7 +313,7 @@ class SimulatedCluster(Surroundings):
         """The steps that a worker measures at its start, where each takes `factor` times as long as usual."""
         known = self._calibrations.get(pool.name)
         if known is None:
-            known = self._calibrations[pool.name] = self._runner(pool, config, pool.times).calibrated(config)
+            known = self._calibrations[pool.name] = self._runner(pool, config, BusyTimes(pool.times)).calibrated(config)
         return tuple(msgspec.structs.replace(each, ms=each.ms * factor) for each in known)
 
     def _runner(self, pool: PoolSpec, config: WorkerConfig, times: StepTimes) -> TimedRunner:

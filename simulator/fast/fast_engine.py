@@ -4,6 +4,9 @@
                                                        no prompts: n steps at once, until an answer ends, blocks run
                                                        short, or something comes; that waits for the end of its step
 
+On a worker of several stages a step of prompts alone begins once the one before it has left the first stage, with at
+most as many under way as there are stages; steps with decodes begin when none is under way.
+
 What a step computes is decided by `fast_scheduler.py`. Times between two steps of a jump follow a line (`_jump_length`
 sees to it that they nearly do).
 """
@@ -26,7 +29,8 @@ from disagg.simulator.fast.fast_slack import FastSlack
 from disagg.simulator.world.machine import RunningStep
 from disagg.simulator.world.reports import Reports
 from disagg.simulator.world.surroundings import Surroundings
-from disagg.step_times.interface import StepTimes, StepWork
+from disagg.step_times.interface import StagedTimes, StepTimes, StepWork
+from disagg.step_times.pipeline import Pipeline
 
 TELL_S = 1.0
 """Seconds after which the tokens of running answers are sent together."""
@@ -48,6 +52,12 @@ class FastEngine(ABC):
         self._loop = world.loop
         self._answers = world.answers
         self._step_times = times
+        self._staged = times if isinstance(times, StagedTimes) else None
+        self._pipeline = Pipeline(1 if self._staged is None else self._staged.num_stages)
+        self._num_under_way = 0
+        """Number of steps that are in the stages of a worker of several ones."""
+        self._waits_for_stages = False
+        """Whether the next step begins when no other one is under way."""
         self._machine = world.machine
         if self._machine is not None:
             self._machine.listen(info.worker_id, self._on_neighbour)
@@ -91,8 +101,9 @@ class FastEngine(ABC):
         """Handle a prompt that is computed, with its first token sampled."""
 
     @abstractmethod
-    def _send_kv(self, sequence: FastSequence, *, is_complete: bool) -> None:
-        """Send KV of a prompt for another worker: of a part that a step has computed, or of all the rest."""
+    def _send_kv(self, sequence: FastSequence, num_computed: int, *, is_complete: bool) -> None:
+        """Send KV of a prompt for another worker, of which `num_computed` tokens are computed: of a part that a step
+        has computed, or of all the rest."""
 
     @abstractmethod
     def _tell_tokens(self, sequence: FastSequence) -> None:
@@ -142,13 +153,16 @@ class FastEngine(ABC):
 
     def _begin_step(self) -> None:
         scheduler = self._scheduler
+        if self._num_under_way and (self._decoding or scheduler.resumed):
+            self._waits_for_stages = True
+            return
         prefills, num_decodes, budget, step_budget = scheduler.plan()
-        if prefills:
+        if prefills and self._staged is not None and not num_decodes:
+            self._launch(prefills, self._staged)
+        elif prefills:
             if len(prefills) == 1 and self._begin_chunks(*prefills[0], num_decodes, budget, step_budget):
                 return
-            tokens = sum(n for _, _, n in prefills)
-            attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
-            work = StepWork(tokens, attended, num_decodes, scheduler.attends if num_decodes else 0, len(prefills))
+            work = _work_of(prefills, num_decodes, scheduler.attends if num_decodes else 0)
             step_s = self._step_times.step_s(work)
             copy_s = scheduler.take_copy_s()
             running = None
@@ -324,14 +338,64 @@ class FastEngine(ABC):
             if sequence.phase != "prefill":
                 continue  # its pair was lost meanwhile
             sequence.computed = start + num_tokens
-            self._room.publish(sequence)
-            is_complete = sequence.computed == sequence.num_known
-            if is_complete:
+            if sequence.computed == sequence.num_known:
                 self._scheduler.started.remove(sequence)
-                self._computed(sequence)
-            if sequence.holds and sequence.phase != "over":
-                self._send_kv(sequence, is_complete=is_complete)
+            self._passed(sequence, sequence.computed)
         self._next_turn(self._loop.now)
+
+    def _passed(self, sequence: FastSequence, num_computed: int) -> None:
+        """Handle a step of a prompt whose first `num_computed` tokens are computed with it."""
+        self._room.publish(sequence)
+        is_complete = num_computed == sequence.num_known
+        if is_complete:
+            self._computed(sequence)
+        if sequence.holds and sequence.phase != "over":
+            self._send_kv(sequence, num_computed, is_complete=is_complete)
+
+    # ------------------------------------------------------------ steps that follow each other through the stages
+
+    def _launch(self, prefills: list[PlannedPrompt], times: StagedTimes) -> None:
+        """Begin a step of prompts; the next one is planned when it has left the first stage."""
+        work = _work_of(prefills, 0, 0)
+        stages_s = times.stages_s(work)
+        ended = self._pipeline.launch(self._loop.now + self._scheduler.take_copy_s(), stages_s)
+        self._num_under_way += 1
+        sample = StepSample(max(stages_s) * 1e3, *work[:4])
+        self._loop.at(self._pipeline.next_at, self._end_first_stage, prefills)
+        self._loop.at(ended, self._end_launched, prefills, sample)
+
+    def _end_first_stage(self, prefills: list[PlannedPrompt]) -> None:
+        """Let the prompts go on with their next chunks."""
+        if self.is_dead:
+            return
+        for sequence, start, num_tokens in prefills:
+            if sequence.phase != "prefill":
+                continue  # its pair was lost meanwhile
+            sequence.computed = start + num_tokens
+            if sequence.computed == sequence.num_known:
+                self._scheduler.started.remove(sequence)
+                sequence.phase = "passing"
+        self._next_turn(self._loop.now)
+
+    def _end_launched(self, prefills: list[PlannedPrompt], sample: StepSample) -> None:
+        """Handle a step that the last stage has ended."""
+        if self.is_dead:
+            return
+        self._num_under_way -= 1
+        self._reports.offer(sample)
+        self._reports.note()
+        if self._slack is not None:
+            self._slack.observe(sample)
+        self._num_steps += 1
+        for sequence, start, num_tokens in prefills:
+            if sequence.phase in ("prefill", "passing"):
+                self._passed(sequence, start + num_tokens)
+        self._flush()
+        if not self._waits_for_stages:
+            self._wake()
+        elif self._num_under_way == 0:
+            self._waits_for_stages = False
+            self._next_turn(self._loop.now)
 
     # ------------------------------------------------------------ runs of chunks
 
@@ -404,3 +468,10 @@ class FastEngine(ABC):
             self._room.extend(sequence, sequence.computed)
             self._room.publish(sequence)
         self._next_turn(run.ended)
+
+
+def _work_of(prefills: list[PlannedPrompt], num_decodes: int, decode_context: int) -> StepWork:
+    """The work of a step of these prompts beside decodes."""
+    tokens = sum(n for _, _, n in prefills)
+    attended = sum(n * start + n * (n + 1) // 2 for _, start, n in prefills)
+    return StepWork(tokens, attended, num_decodes, decode_context, len(prefills))

@@ -104,7 +104,8 @@ class FastSequence:
         self.holds = holds
         """Whether the prompt is computed for another worker."""
         self.phase = "waiting"
-        """One of waiting, prefill, held, offered, reserved, resumed, decode, over."""
+        """One of waiting, prefill, passing (the last part of the prompt is in the stages behind the first one), held,
+        offered, reserved, resumed, decode, over."""
         self.other: PairedWorker | None = None
         """The other worker of its pair."""
         self.arrival = now

@@ -234,9 +234,9 @@ class FastWorker(FastEngine):
             self._wake()
 
     @override
-    def _send_kv(self, sequence: FastSequence, *, is_complete: bool) -> None:
+    def _send_kv(self, sequence: FastSequence, num_computed: int, *, is_complete: bool) -> None:
         """P: send the computed prompt's KV to D, as far as it fills payloads, see `kv_transfer/send_window.py`."""
-        num_tokens = sequence.computed - sequence.next_kv_token
+        num_tokens = num_computed - sequence.next_kv_token
         if not is_complete and num_tokens > 0:
             rest = num_tokens % self._chunk_tokens
             num_tokens -= rest if 2 * rest < self._chunk_tokens else 0
@@ -249,8 +249,9 @@ class FastWorker(FastEngine):
             sequence.transfer_began = self._loop.now
         nbytes = num_tokens * self._full_token_bytes
         if is_complete:  # windows are sent at the end
-            computed, cached = sequence.computed, sequence.peer_cached
-            nbytes += self._kv_layout.bytes_of(computed, cached) - (computed - cached) * self._full_token_bytes
+            cached = sequence.peer_cached
+            nbytes += self._kv_layout.bytes_of(num_computed, cached)
+            nbytes -= (num_computed - cached) * self._full_token_bytes
         sequence.kv_bytes += nbytes
         self._scheduler.copy_s += nbytes * self._world.overheads.copy_byte_s
         message_s = self._world.overheads.message_s

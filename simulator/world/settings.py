@@ -13,7 +13,7 @@ from disagg.router.config import RouterConfig
 from disagg.simulator.durations.overheads import NO_OVERHEADS, Overheads, Sharing
 from disagg.simulator.durations.tier_times import DEFAULT_TIER_TIMES, TierTimes
 from disagg.simulator.world.slow_times import SlowTime
-from disagg.step_times.interface import LinkTimes, StepTimes
+from disagg.step_times.interface import LinkTimes, StagedTimes, StepTimes
 
 EngineKind = Literal["exact", "fast"]
 """`exact`: the steps of the real scheduler. `fast`: a few numbers for each sequence; see
@@ -93,7 +93,17 @@ class ClusterSpec:
             raise ValueError("kv_cache.fetch: the fast engine fetches nothing; take the exact one")
         if self.engine == "fast" and any(pool.worker.tiers is not None for pool in self.pools):
             raise ValueError("kv_cache.tiers: the fast engine knows no tiers; take the exact one")
+        for pool in self.pools:
+            if isinstance(pool.times, StagedTimes):
+                self._check_staged(pool.name)
         if not self.jump_s >= 0:
             raise ValueError(f"jump_s: expected a time of at least 0; got {self.jump_s}")
         if not self.sample_s > 0:
             raise ValueError(f"sample_s: expected a time above 0; got {self.sample_s}")
+
+    def _check_staged(self, name: str) -> None:
+        """Refuse what is not simulated of a pool whose workers have several stages."""
+        if self.engine != "fast":
+            raise ValueError(f"pools.{name}: the exact engine knows no stages; take the fast one")
+        if self.sharing is not None or self.slow_times:
+            raise ValueError(f"pools.{name}: workers of several stages share no machine and have no slow times")
