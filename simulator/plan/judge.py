@@ -80,7 +80,7 @@ class SimulatedJudge:
         )
 
     def _pool(self, name: str, pool: Pool, roles: tuple[RoleName, ...]) -> PoolSpec:
-        worker = self._planner.worker(pool.tp, pool.token_budget)
+        worker = self._planner.worker(pool.parallelism, pool.token_budget)
         config = WorkerConfig(
             worker_id=name,
             roles=roles,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.engine.cache_groups import PoolLimits, most_blocks, most_held, window_pools
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import CacheGroup, KvLayout
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
+from disagg.simulator.durations.parallelism import Parallelism
+from disagg.simulator.durations.stages import stage_layers, stage_shapes
 
 MEMORY_SHARE = 0.9
 """Share of a device's memory that a worker uses; vLLM's default `gpu_memory_utilization`."""
@@ -19,6 +22,10 @@ GB = 1e9
 BLOCK_TOKENS = 16
 LARGEST = PoolLimits(max_num_seqs=256, token_budget=8192)
 """The largest batch and step of a worker, where none are given."""
+MAX_STAGES = 8
+"""Most stages of a worker that are tried without `--pp`."""
+MAX_NODES = 4
+"""Most nodes over which the stages of one worker are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,8 @@ class GroupMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """Memory of each device of one worker, in bytes."""
+    """Memory of each device of one worker, in bytes; with several stages, of the stage with room for the fewest
+    tokens."""
 
     weight_bytes: float
     kv_bytes: float
@@ -99,35 +107,70 @@ def worker_memory(
     tp: int = 1,
     precision: Precision = BF16,
     limits: PoolLimits = LARGEST,
+    *,
+    pp: int = 1,
+    ep: bool = False,
 ) -> WorkerMemory:
-    """The use of the memory of each of a worker's `tp` devices. `limits`: what the pools of windows, and the scratch
-    memory of experts, are made for.
+    """The use of the memory of each of a worker's `pp` x `tp` devices. `limits`: what the pools of windows, and the
+    scratch memory of experts, are made for. All stages have equally many blocks.
 
     Raises:
         ConfigError: the model cannot be divided so.
     """
-    model.check_tp(tp)
-    weights = weight_bytes(model, precision) / tp
-    scratch = model.scratch_bytes(limits.token_budget, tp, precision.dtype)
-    reserve = min(RESERVE_BYTES, device.memory_bytes / 20)
+    model.check_tp(tp, ep=ep)
+    scratch = model.scratch_bytes(limits.token_budget, tp, precision.dtype, ep=ep)
     shared = model.kv_heads_per_rank(tp) / model.num_kv_heads
-    kv_bytes = max(0.0, MEMORY_SHARE * device.memory_bytes - weights - reserve - scratch)
-    return WorkerMemory(
-        weight_bytes=weights,
-        kv_bytes=kv_bytes,
-        kv_bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype) * shared,
-        expert_bytes=model.expert_parameters * DTYPE_BYTES[precision.weight_dtype] / tp,
-        scratch_bytes=scratch,
-        groups=_groups(model.kv_layout(precision.kv_dtype), kv_bytes, shared, limits),
-    )
+    layout = model.kv_layout(precision.kv_dtype)
+    found = []
+    for number, (layers, part) in enumerate(zip(stage_layers(model, pp), stage_shapes(model, pp), strict=True)):
+        weights = _stage_weight_bytes(model, part, number, pp, precision) / tp
+        reserve = min(RESERVE_BYTES, device.memory_bytes / 20)
+        kv_bytes = max(0.0, MEMORY_SHARE * device.memory_bytes - weights - reserve - scratch)
+        token_bytes = [_bytes_of(group, layers) * shared for group in layout.groups]
+        found.append(
+            WorkerMemory(
+                weight_bytes=weights,
+                kv_bytes=kv_bytes,
+                kv_bytes_per_token=sum(token_bytes),
+                expert_bytes=part.expert_parameters * DTYPE_BYTES[precision.weight_dtype] / tp,
+                scratch_bytes=scratch,
+                groups=_groups(layout, token_bytes, kv_bytes, limits),
+            )
+        )
+    return min(found, key=lambda memory: memory.kv_tokens)
 
 
-def _groups(layout: KvLayout, kv_bytes: float, shared: float, limits: PoolLimits) -> tuple[GroupMemory, ...]:
-    """The caches of a layout with windows, as an engine divides `kv_bytes`, of which a device has this share of the
-    heads."""
+def _stage_weight_bytes(model: ModelShape, part: ModelShape, stage: int, pp: int, precision: Precision) -> float:
+    """Bytes of the weights of one of `pp` stages, which has the layers of `part`: the first one has the embedding too,
+    the last one final norm and head."""
+    if pp == 1:
+        return weight_bytes(model, precision)
+    embedding = model.vocab_size * model.hidden_size
+    vectors = part.num_parameters - part.matrix_parameters - embedding * (1 if model.tied_embeddings else 2)
+    if stage < pp - 1:
+        vectors -= model.hidden_size  # the final norm
+    dtype_bytes, weight_dtype_bytes = DTYPE_BYTES[precision.dtype], DTYPE_BYTES[precision.weight_dtype]
+    found = part.matrix_parameters * weight_dtype_bytes + vectors * dtype_bytes
+    if stage == 0:
+        found += embedding * dtype_bytes
+    if stage == pp - 1:
+        found += embedding * weight_dtype_bytes
+    return found
+
+
+def _bytes_of(group: CacheGroup, layers: range) -> float:
+    """Bytes of the KV of one token in those of the group's layers that are in `layers`."""
+    return group.bytes_per_token * sum(layer in layers for layer in group.layers) / len(group.layers)
+
+
+def _groups(
+    layout: KvLayout, token_bytes: Sequence[float], kv_bytes: float, limits: PoolLimits
+) -> tuple[GroupMemory, ...]:
+    """The caches of a layout with windows, as an engine divides `kv_bytes`. `token_bytes`: what a device has of a token
+    of each group."""
     if not layout.windows:
         return ()
-    block_bytes = tuple(max(1, int(group.bytes_per_token * BLOCK_TOKENS * shared)) for group in layout.groups)
+    block_bytes = tuple(max(1, int(num_bytes * BLOCK_TOKENS)) for num_bytes in token_bytes)
     num_blocks = most_blocks(layout, BLOCK_TOKENS, limits, int(kv_bytes), block_bytes)
     pools = (num_blocks, *window_pools(layout, num_blocks, BLOCK_TOKENS, limits))
     step_blocks = -(-limits.token_budget // BLOCK_TOKENS)
@@ -144,44 +187,65 @@ def _groups(layout: KvLayout, kv_bytes: float, shared: float, limits: PoolLimits
 
 
 def widths(model: ModelShape, device: Device) -> list[int]:
-    """The tensor-parallel widths that the model allows: powers of two up to the devices of a node."""
+    """The tensor-parallel widths that the model allows, with its experts divided or whole: powers of two up to the
+    devices of a node."""
     found = []
     tp = 1
     while tp <= device.max_tp:
-        try:
-            model.check_tp(tp)
+        if expert_choices(model, tp):
             found.append(tp)
-        except ConfigError:
-            pass
         tp *= 2
     return found
+
+
+def expert_choices(model: ModelShape, tp: int) -> list[bool]:
+    """The values of `ep` with which `tp` ranks can divide the model; without experts, or on one rank, at most False."""
+    found = []
+    for ep in (False, True) if model.experts is not None and tp > 1 else (False,):
+        try:
+            model.check_tp(tp, ep=ep)
+            found.append(ep)
+        except ConfigError:
+            pass
+    return found
+
+
+def stage_counts(model: ModelShape, device: Device) -> list[int]:
+    """The numbers of stages to try: powers of two up to `MAX_STAGES` and the model's layers; 1 on single processor
+    cores, which share the work of a step by threads."""
+    most = min(MAX_STAGES, model.num_layers) if device.max_tp > 1 else 1
+    return [1 << power for power in range(most.bit_length())]
 
 
 def check_fits(
     model: ModelShape,
     device: Device,
-    tps: list[int],
+    choices: Sequence[Parallelism],
     num_tokens: int,
     precision: Precision = BF16,
     limits: PoolLimits = LARGEST,
-) -> list[int]:
-    """The widths in which a sequence of `num_tokens` fits beside the weights.
+) -> list[Parallelism]:
+    """The choices with which a sequence of `num_tokens` fits beside the weights.
 
     Raises:
         ConfigError: none; says what is needed and what there is.
     """
-    fitting = [tp for tp in tps if worker_memory(model, device, tp, precision, limits).sequences(num_tokens) >= 1]
+    fitting = [
+        each
+        for each in choices
+        if worker_memory(model, device, each.tp, precision, limits, pp=each.pp, ep=each.ep).sequences(num_tokens) >= 1
+    ]
     if fitting:
         return fitting
-    if not tps:
+    if not choices:
         raise ConfigError(f"--tp: {model.name} cannot be divided among the {device.max_tp} devices of a node")
-    widest = max(tps)
+    most = max(each.num_devices for each in choices)
     needed = weight_bytes(model, precision) / GB
-    there = widest * MEMORY_SHARE * device.memory_bytes / GB
+    there = most * MEMORY_SHARE * device.memory_bytes / GB
     kv = model.kv_layout(precision.kv_dtype).bytes_of(num_tokens) / GB
     smaller = "--weight-dtype fp8, " if model.experts is None else ""  # fp8 is not supported for experts
     raise ConfigError(
         f"--device: {model.name} takes {needed:.1f} GB of weights and {kv:.1f} GB of KV for one sequence of "
-        f"{num_tokens} tokens; {widest} x {device.name} have {there:.1f} GB for both. Try a larger device, "
-        f"{smaller}or a wider --tp"
+        f"{num_tokens} tokens; {most} x {device.name} have {there:.1f} GB for both. Try a larger device, "
+        f"{smaller}a wider --tp or more stages, --pp"
     )

@@ -1,5 +1,5 @@
-"""The pools that serve a load within its limits at the least cost: how many workers of which width, disaggregated or
-colocated.
+"""The pools that serve a load within its limits at the least cost: how many workers of which stages and widths,
+disaggregated or colocated.
 
     Planner.shortlist()      every shape with as few workers as the estimate (queueing.py) takes to be enough
     Planner.best(judge)      the cheapest that a judge confirms, and what else it judged
@@ -7,6 +7,10 @@ colocated.
 A judge is the simulator (judge.py), or the estimate itself. It is asked for a few dozen candidates: first the
 estimate's best of each kind; then, from those that serve the load, ones with a worker less, until none does; from
 those that do not, ones with a worker more.
+
+Workers that decode have as few stages as the model's memory needs: a token passes all stages, one after the other.
+Prefill workers are tried with more stages (`NUM_STAGED`), each with the token budget that suits it best. Whether the
+ranks of a width have whole experts is what is quicker for the load's prompts, or for its tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +26,16 @@ from disagg.engine.cache_groups import PoolLimits
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import ModelShape
+from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.plan.load import Load
-from disagg.simulator.plan.memory import BF16, Precision, check_fits, worker_memory
-from disagg.step_times.interface import LinkTimes, StepTimes, decode_s, prefill_s
+from disagg.simulator.plan.memory import BF16, MAX_NODES, Precision, check_fits, expert_choices, worker_memory
+from disagg.step_times.interface import LinkTimes, StepTimes, decode_s
 
 MAX_JUDGED = 40
+NUM_STAGED = 2
+"""Kinds of prefill workers with more stages than memory needs that are tried with each kind of decode workers."""
+USUAL_BATCH = 32
+"""Sequences of the decode step by which it is decided whether ranks have whole experts."""
 NUM_FIRST = 6
 """Least number of kinds of pools that are judged."""
 MAX_SEQS = 256
@@ -41,11 +50,22 @@ class Pool(NamedTuple):
     tp: int
     token_budget: int
     """Token budget of one step."""
+    pp: int = 1
+    ep: bool = False
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The stages and ranks of each worker."""
+        return Parallelism(self.tp, self.pp, self.ep)
 
     @property
     def num_devices(self) -> int:
         """Number of devices of all workers."""
-        return self.num_workers * self.tp
+        return self.num_workers * self.tp * self.pp
+
+    def __str__(self) -> str:
+        each = f"{self.tp}" if self.pp == 1 and not self.ep else f"({self.parallelism})"
+        return f"{self.num_workers}x{each}"
 
 
 class Candidate(NamedTuple):
@@ -65,16 +85,21 @@ class Candidate(NamedTuple):
         return self.decode.num_devices + (self.prefill.num_devices if self.prefill else 0)
 
     @property
-    def kind(self) -> tuple[int, int, int, int]:
-        """Widths and token budgets of the pools, without the numbers of workers."""
-        prefill = self.prefill or Pool(0, 0, 0)
-        return prefill.tp, prefill.token_budget, self.decode.tp, self.decode.token_budget
+    def kind(self) -> tuple[Pool | None, Pool]:
+        """The pools, with no workers."""
+        prefill = None if self.prefill is None else self.prefill._replace(num_workers=0)
+        return prefill, self.decode._replace(num_workers=0)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the worker with most of them."""
+        return max(self.decode.pp, 0 if self.prefill is None else self.prefill.pp)
 
     def __str__(self) -> str:
         decode = self.decode
         if self.prefill is None:
-            return f"{decode.num_workers}x{decode.tp} colocated, {decode.token_budget}-token steps"
-        return f"{self.prefill.num_workers}x{self.prefill.tp} prefill + {decode.num_workers}x{decode.tp} decode"
+            return f"{decode} colocated, {decode.token_budget}-token steps"
+        return f"{self.prefill} prefill + {decode} decode"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +147,8 @@ class Answer:
         return others[0] if others else None
 
 
-TimesOf = Callable[[int], StepTimes]
-"""The step times of a worker, by its number of devices."""
+TimesOf = Callable[[Parallelism], StepTimes]
+"""The step times of a worker, by its stages and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +163,13 @@ class Site:
     tps: tuple[int, ...]
     """Tensor-parallel widths that may be used."""
     token_budgets: tuple[int, ...]
-    """Token budgets of colocated workers; prefill workers have the largest."""
+    """Token budgets of colocated workers, and of prefill workers of several stages; other prefill workers have the
+    largest."""
     price_per_hour: float
     """Price of one device per hour."""
     max_devices: int
+    pps: tuple[int, ...] = (1,)
+    """Numbers of stages that may be used."""
     precision: Precision = BF16
     max_num_seqs: int = MAX_SEQS
     modes: tuple[bool, ...] = (True, False)
@@ -166,23 +194,94 @@ class Planner:
                 f"--prompt-tokens, --output-tokens: {load.longest} tokens are more than the {site.model.max_positions} "
                 f"positions of {site.model.name}"
             )
-        limits = site.limits(max(site.token_budgets))
-        self.tps = check_fits(site.model, site.device, list(site.tps), load.longest, site.precision, limits)
-        self._workers: dict[tuple[int, int], WorkerModel] = {}
+        self._budget = max(site.token_budgets)
+        self._workers: dict[tuple[Parallelism, int], WorkerModel] = {}
         self._estimates: dict[Candidate, Estimate] = {}
+        self._fitting = self._choices_that_fit()
+        fewest = min(each.pp for each in self._fitting)
+        self.decoders = self._one_of_each([each for each in self._fitting if each.pp == fewest], self._token_s)
+        """The stages and ranks of workers that decode, or do both."""
+        self.prefillers = self._prefill_workers()
+        """One prefill worker of each kind that is tried."""
         self._check_limits()
+
+    # ------------------------------------------------------------ stages and ranks
+
+    def _choices_that_fit(self) -> list[Parallelism]:
+        site = self.site
+        most = max(site.device.max_tp * MAX_NODES, *site.tps) if site.tps else 0
+        choices = [
+            Parallelism(tp, pp, ep)
+            for pp in site.pps
+            for tp in site.tps
+            for ep in expert_choices(site.model, tp)
+            if pp == min(site.pps) or tp * pp <= most
+        ]
+        limits = site.limits(self._budget)
+        return check_fits(site.model, site.device, choices, self.load.longest, site.precision, limits)
+
+    def _one_of_each(
+        self, choices: Sequence[Parallelism], seconds: Callable[[Parallelism], float]
+    ) -> list[Parallelism]:
+        """Of choices that differ only in whether ranks have whole experts the one that takes fewer seconds."""
+        best: dict[tuple[int, int], Parallelism] = {}
+        for each in choices:
+            other = best.get((each.tp, each.pp))
+            if other is None or seconds(each) < seconds(other):
+                best[each.tp, each.pp] = each
+        return list(best.values())
+
+    def _token_s(self, parallelism: Parallelism) -> float:
+        times = self.worker(parallelism, self._budget).times
+        return decode_s(times, USUAL_BATCH, queueing.decode_context(self.load.kinds))
+
+    def _prompts_s(self, parallelism: Parallelism) -> float:
+        worker = self.worker(parallelism, self._budget)
+        return sum(worker.busy_s(kind) for kind in self.load.kinds)
+
+    def _prefill_workers(self) -> list[Pool]:
+        """Those with the fewest stages, and the best of those with more: those that serve the load with the fewest
+        devices and compute its prompts the soonest."""
+        found, ranked = [], []
+        fewest = min(each.pp for each in self._fitting)
+        for each in self._one_of_each(self._fitting, self._prompts_s):
+            if each.pp == fewest:
+                found.append(Pool(1, each.tp, self._budget, each.pp, each.ep))
+            if each.pp == fewest or True not in self.site.modes:
+                continue
+            for budget in self.site.token_budgets:
+                pool = Pool(1, each.tp, budget, each.pp, each.ep)
+                if (most := self.site.max_devices // each.num_devices) >= 1:
+                    ranked.append((*self._prefill_rank(pool._replace(num_workers=most)), pool))
+        best: dict[Parallelism, Pool] = {}
+        for *_, pool in sorted(ranked):
+            best.setdefault(pool.parallelism, pool)
+        return [*found, *list(best.values())[:NUM_STAGED]]
+
+    def _prefill_rank(self, most: Pool) -> tuple[bool, float, float]:
+        """Whether the largest such pool is too small; devices of the smallest one that is not, or the share of requests
+        that the largest one misses; mean TTFT in seconds."""
+        worker = self.worker(most.parallelism, most.token_budget)
+        number = self._least_prefill(most)
+        computed = queueing.prefill_estimate(self.load, worker, number)
+        if computed is None:
+            return True, 1.0, sum(worker.busy_s(kind) for kind in self.load.kinds)
+        within, mean_ttft_s, _ = computed
+        serves = within >= self.load.min_attainment
+        return not serves, float(number * most.parallelism.num_devices) if serves else 1.0 - within, mean_ttft_s
 
     # ------------------------------------------------------------ estimates
 
-    def worker(self, tp: int, token_budget: int) -> WorkerModel:
-        """The model of one worker of this width."""
-        key = (tp, token_budget)
+    def worker(self, parallelism: Parallelism, token_budget: int) -> WorkerModel:
+        """The model of one worker."""
+        key = (parallelism, token_budget)
         if key not in self._workers:
             site = self.site
             limits = site.limits(token_budget)
-            memory = worker_memory(site.model, site.device, tp, site.precision, limits)
+            tp, pp, ep = parallelism
+            memory = worker_memory(site.model, site.device, tp, site.precision, limits, pp=pp, ep=ep)
             self._workers[key] = WorkerModel(
-                times=site.times_of(tp),
+                times=site.times_of(parallelism),
                 token_budget=token_budget,
                 max_num_seqs=limits.max_num_seqs,
                 kv_tokens=memory.kv_tokens,
@@ -198,13 +297,13 @@ class Planner:
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         site, decode = self.site, candidate.decode
-        decoder = self.worker(decode.tp, decode.token_budget)
+        decoder = self.worker(decode.parallelism, decode.token_budget)
         if candidate.prefill is None:
             return queueing.colocated(self.load, decoder, decode.num_workers)
         prefill = candidate.prefill
         return queueing.disaggregated(
             self.load,
-            self.worker(prefill.tp, prefill.token_budget),
+            self.worker(prefill.parallelism, prefill.token_budget),
             prefill.num_workers,
             decoder,
             decode.num_workers,
@@ -218,23 +317,23 @@ class Planner:
 
     def _check_limits(self) -> None:
         site, slo = self.site, self.load.slo
-        ttfts, tpots = [], []
-        budget = max(site.token_budgets)
         shortest = min(self.load.kinds, key=lambda kind: kind.computed)
-        for tp in self.tps:
-            times = self.worker(tp, budget).times
-            ttfts.append((prefill_s(times, shortest.computed, budget, shortest.cached), tp))
-            tpots.append((decode_s(times, 1, queueing.decode_context(self.load.kinds)), tp))
-        (ttft_s, ttft_tp), (tpot_s, tpot_tp) = min(ttfts), min(tpots)
+        context = queueing.decode_context(self.load.kinds)
+        ttfts = [
+            (self.worker(pool.parallelism, pool.token_budget).prompt_s(shortest), pool.parallelism)
+            for pool in self.prefillers
+        ]
+        tpots = [(decode_s(self.worker(each, self._budget).times, 1, context), each) for each in self.decoders]
+        (ttft_s, prefiller), (tpot_s, decoder) = min(ttfts), min(tpots)
         if slo.ttft_s is not None and ttft_s > slo.ttft_s:
             raise ConfigError(
                 f"--ttft-ms: {slo.ttft_s * 1e3:g} ms cannot be met: a prompt of {shortest.computed} tokens takes "
-                f"{ttft_s * 1e3:.0f} ms on an idle worker of {ttft_tp} x {site.device.name}"
+                f"{ttft_s * 1e3:.0f} ms on an idle worker of {prefiller.num_devices} x {site.device.name}"
             )
         if slo.tpot_s is not None and tpot_s > slo.tpot_s:
             raise ConfigError(
                 f"--tpot-ms: {slo.tpot_s * 1e3:g} ms cannot be met: a token of a single sequence takes "
-                f"{tpot_s * 1e3:.1f} ms on an idle worker of {tpot_tp} x {site.device.name}"
+                f"{tpot_s * 1e3:.1f} ms on an idle worker of {decoder.num_devices} x {site.device.name}"
             )
 
     # ------------------------------------------------------------ candidates
@@ -256,31 +355,33 @@ class Planner:
     def _colocated(self) -> Iterator[Candidate]:
         if False not in self.site.modes:
             return
-        for tp in self.tps:
+        for each in self.decoders:
             for budget in self.site.token_budgets:
-                most = self.site.max_devices // tp
+                most = self.site.max_devices // each.num_devices
                 if most:
-                    yield self._with_workers(None, Pool(most, tp, budget))
+                    yield self._with_workers(None, Pool(most, each.tp, budget, each.pp, each.ep))
 
     def _disaggregated(self) -> Iterator[Candidate]:
         if True not in self.site.modes:
             return
-        budget, most = max(self.site.token_budgets), self.site.max_devices
-        for prefill_tp in self.tps:
-            for decode_tp in self.tps:
-                most_prefill = (most - decode_tp) // prefill_tp
+        most = self.site.max_devices
+        for prefiller in self.prefillers:
+            num_prefill = prefiller.num_devices
+            if most > num_prefill:
+                least = self._least_prefill(prefiller._replace(num_workers=most // num_prefill))
+            for each in self.decoders:
+                most_prefill = (most - each.num_devices) // num_prefill
                 if most_prefill < 1:
                     continue
-                least = self._least_prefill(Pool(most_prefill, prefill_tp, budget))
                 pairs = []
-                for number in range(least, min(most_prefill, least + MARGIN_P) + 1):
-                    prefill = Pool(number, prefill_tp, budget)
-                    left = (most - prefill.num_devices) // decode_tp
-                    pairs.append(self._with_workers(prefill, Pool(left, decode_tp, budget)))
+                for number in range(min(least, most_prefill), min(most_prefill, least + MARGIN_P) + 1):
+                    prefill = prefiller._replace(num_workers=number)
+                    left = (most - prefill.num_devices) // each.num_devices
+                    pairs.append(self._with_workers(prefill, Pool(left, each.tp, self._budget, each.pp, each.ep)))
                 yield min(pairs, key=self._order)
 
     def _least_prefill(self, most: Pool) -> int:
-        worker, target = self.worker(most.tp, most.token_budget), self.load.min_attainment
+        worker, target = self.worker(most.parallelism, most.token_budget), self.load.min_attainment
 
         def serves(number: int) -> bool:
             computed = queueing.prefill_estimate(self.load, worker, number)
@@ -304,7 +405,8 @@ class Planner:
         shortlist = self.shortlist()
         if not shortlist:
             raise ConfigError(
-                f"--max-gpus: {self.site.max_devices} devices are too few for one worker of {min(self.tps)}"
+                f"--max-gpus: {self.site.max_devices} devices are too few for one worker of "
+                f"{min(each.num_devices for each in self.decoders)}"
             )
         if judge is None:
             answers = [self._judged(candidate, self._as_judgement(candidate)) for candidate in shortlist]
@@ -334,12 +436,14 @@ class Planner:
         """Whether as many requests as the load demands meet their limits."""
         return judgement.attainment >= self.load.min_attainment
 
-    def rank(self, judged: Judged) -> tuple[bool, float, float, bool, float]:
+    def rank(self, judged: Judged) -> tuple[bool, float, float, bool, int, float]:
         """The sort key, best first: candidates that meet the limits by price, then the others by attainment. Where
-        these are equal (attainment to a percent), colocated workers come first: they are simpler to run."""
+        these are equal (attainment to a percent), colocated workers and those with fewer stages come first: they are
+        simpler to run."""
         met, attainment = self.is_met(judged.judgement), judged.judgement.attainment
         share = -round(attainment, 2)
-        return not met, judged.price_per_hour if met else share, share, judged.candidate.is_disaggregated, -attainment
+        candidate, first = judged.candidate, judged.price_per_hour if met else share
+        return not met, first, share, candidate.is_disaggregated, candidate.num_stages, -attainment
 
     def _answer(self, judged: Sequence[Judged]) -> Answer:
         ordered = sorted(judged, key=self.rank)

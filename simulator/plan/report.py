@@ -9,6 +9,7 @@ from typing import Any
 
 from disagg.autoscaler.queueing import decode_context
 from disagg.autoscaler.transfer import bandwidth_to_hide, exposed_s, hidden_from, transfer_s
+from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.plan.intensity import (
     critical_batch,
     critical_prompt,
@@ -24,9 +25,13 @@ from disagg.step_times.interface import LinkTimes, decode_s, prefill_s
 
 @dataclass(frozen=True, kw_only=True)
 class WidthFacts:
-    """The capacity and speed of a worker of one width."""
+    """The capacity and speed of a worker by its stages and ranks."""
 
     tp: int
+    pp: int
+    ep: bool
+    token_budget: int
+    """Tokens of a step, by which its TTFT is computed."""
     memory: WorkerMemory
     kv_tokens: int
     sequences: int
@@ -62,20 +67,27 @@ class Facts:
     hidden_from_tokens: int | None
     widths: tuple[WidthFacts, ...]
     sweep_tp: int
+    sweep_pp: int
     sweep: tuple[SweepRow, ...]
-    """The rows for a worker of width `sweep_tp`."""
+    """The rows for a worker of `sweep_pp` stages of `sweep_tp` ranks."""
 
 
 def facts_of(planner: Planner) -> Facts:
-    """Collect the facts. The widths are those in which the model fits."""
+    """Collect the facts. The widths are those of workers that decode, and those of prefill workers with more stages."""
     site, load = planner.site, planner.load
     model, device, precision = site.model, site.device, site.precision
     prompt, output = max(1, round(load.mean_prompt)), max(1, round(load.mean_output))
     budget = max(site.token_budgets)
     context = decode_context(load.kinds)
-    widths = tuple(_width(planner, tp, prompt, output, budget) for tp in planner.tps)
+    staged = [pool for pool in planner.prefillers if pool.pp > planner.decoders[0].pp]
+    shown = [
+        *[(each, budget) for each in planner.decoders],
+        *[(pool.parallelism, pool.token_budget) for pool in staged],
+    ]
+    widths = tuple(_width(planner, each, prompt, output, tokens) for each, tokens in shown)
     first = widths[0]
-    times = planner.worker(first.tp, budget).times
+    times = planner.worker(planner.decoders[0], budget).times
+    num_devices = planner.decoders[0].num_devices
     kv_bytes = float(model.kv_layout(precision.kv_dtype).bytes_of(prompt))
     num_chunks = -(-prompt // budget)
 
@@ -99,6 +111,7 @@ def facts_of(planner: Planner) -> Facts:
         hidden_from_tokens=_hidden_from(site, prompt_s, site.link),
         widths=widths,
         sweep_tp=first.tp,
+        sweep_pp=first.pp,
         sweep=tuple(
             batch_sweep(
                 times,
@@ -106,8 +119,8 @@ def facts_of(planner: Planner) -> Facts:
                 output_tokens=output,
                 token_budget=budget,
                 most_sequences=first.sequences,
-                price_per_hour=site.price_per_hour * first.tp,
-                power_w=device.power_w * first.tp,
+                price_per_hour=site.price_per_hour * num_devices,
+                power_w=device.power_w * num_devices,
             )
         ),
     )
@@ -118,12 +131,16 @@ def _hidden_from(site: Site, prompt_s: Any, link: LinkTimes) -> int | None:
     return hidden_from(layout.bytes_of, prompt_s, link, min(site.model.max_positions, 1 << 15))
 
 
-def _width(planner: Planner, tp: int, prompt: int, output: int, budget: int) -> WidthFacts:
+def _width(planner: Planner, parallelism: Parallelism, prompt: int, output: int, budget: int) -> WidthFacts:
     site = planner.site
-    memory = worker_memory(site.model, site.device, tp, site.precision, site.limits(budget))
-    times = planner.worker(tp, budget).times
+    tp, pp, ep = parallelism
+    memory = worker_memory(site.model, site.device, tp, site.precision, site.limits(budget), pp=pp, ep=ep)
+    times = planner.worker(parallelism, budget).times
     return WidthFacts(
         tp=tp,
+        pp=pp,
+        ep=ep,
+        token_budget=budget,
         memory=memory,
         kv_tokens=memory.kv_tokens,
         sequences=memory.sequences(prompt + output),
@@ -161,11 +178,15 @@ def joules_per_million_output(judged: Judged, load: Load, power_w: float) -> flo
     return judged.candidate.num_devices * power_w / (load.rate_per_s * load.mean_output) * 1e6
 
 
-def to_json(facts: Facts, answer: Answer | None, load: Load, power_w: float) -> dict[str, Any]:
-    """The report as plain values. Infinite and unknown ones are null."""
+def to_json(
+    facts: Facts, answer: Answer | None, load: Load, power_w: float, reasons: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The report as plain values. Infinite and unknown ones are null. `reasons`: for the stages and ranks of the best
+    candidate."""
     report: dict[str, Any] = {"facts": asdict(facts)}
     if answer is not None:
         report["verdict"] = verdict(answer, load)
+        report["reasons"] = list(reasons)
         report["meets_limits"] = answer.is_met
         report["best"] = _judged(answer.best, load, power_w)
         report["others"] = [_judged(each, load, power_w) for each in answer.judged]

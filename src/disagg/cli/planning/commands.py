@@ -98,7 +98,10 @@ def plan(
         ),
     ],
     tp: Annotated[str | None, typer.Option("--tp", help="Widths that may be used, such as 1,2,4.")] = None,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline parallelism: only 1 is supported.")] = 1,
+    pp: Annotated[
+        str | None,
+        typer.Option("--pp", help="Stages of a worker that may be used, such as 1,2,4 (pipeline parallelism)."),
+    ] = None,
     ep: Annotated[
         int, typer.Option("--ep", help="Of experts over several workers: only 1 is supported; --tp divides them.")
     ] = 1,

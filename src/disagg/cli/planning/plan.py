@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,15 @@ from disagg.simulator.durations.calibration_file import StepRecording
 from disagg.simulator.durations.devices import Device, find_device
 from disagg.simulator.durations.fitted import fit
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ModelShape, known_shape, shape_of
+from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.perf_tables import PerfTables
 from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
+from disagg.simulator.durations.stages import StagedStepTimes, stage_layers
 from disagg.simulator.plan.judge import PLAN_ENGINE, SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
-from disagg.simulator.plan.memory import BLOCK_TOKENS, GB, Precision, widths
-from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site
+from disagg.simulator.plan.memory import BLOCK_TOKENS, GB, Precision, expert_choices, stage_counts, widths
+from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site, TimesOf
+from disagg.simulator.plan.reasons import reasons
 from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
 from disagg.simulator.world.settings import EngineKind
 from disagg.step_times.interface import LinkTimes, StepTimes
@@ -51,7 +54,7 @@ class PlanOptions:
     model: str
     device: str
     tp: str | None = None
-    pp: int = 1
+    pp: str | None = None
     ep: int = 1
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -92,19 +95,21 @@ def run_plan(options: PlanOptions, console: Console) -> int:
     print_facts(console, lines, facts, load)
     answer: Answer | None = None
     engine: EngineKind | None = None
+    why: list[str] = []
     if options.rate is not None or options.scenario is not None:
         judge = _judge(options, planner, requests, console)
         engine = None if judge is None else PLAN_ENGINE
         answer = planner.best(judge, options.max_simulated)
-        print_answer(console, answer, load, engine)
+        why = reasons(planner, answer.best)
+        print_answer(console, answer, load, engine, why)
     else:
         say(console, "next: --rate, --ttft-ms and --tpot-ms, for the pools that serve a load")
     if options.json is not None:
-        report = to_json(facts, answer, load, site.device.power_w)
+        report = to_json(facts, answer, load, site.device.power_w, why)
         _write(options.json, json.dumps(report, indent=1) + "\n", "--json")
     if options.html is not None:
         title = f"{site.model.name} on {site.device.name}"
-        _write(options.html, plan_page(title, lines, facts, answer, load, engine), "--html")
+        _write(options.html, plan_page(title, lines, facts, answer, load, engine, why), "--html")
     return EXIT_MET if answer is None or answer.is_met else EXIT_MISSED
 
 
@@ -124,7 +129,7 @@ def say(console: Console, line: str) -> None:
 
 
 def _check_numbers(options: PlanOptions) -> None:
-    check_parallelism(pp=options.pp, ep=options.ep)
+    check_parallelism(ep=options.ep)
     for flag, limit_ms in (("--ttft-ms", options.ttft_ms), ("--tpot-ms", options.tpot_ms)):
         if limit_ms is not None and not 0.0 < limit_ms < math.inf:
             raise ConfigError(f"{flag}: expected a time above 0, not {limit_ms:g}")
@@ -176,7 +181,9 @@ def site_of(options: PlanOptions) -> tuple[Site, str]:
         raise ConfigError(f"--weight-dtype: fp8 is not supported for experts, which {model.name} has")
     tps = tuple(widths(model, device)) if options.tp is None else numbers_of(options.tp, "--tp")
     for tp in tps:
-        model.check_tp(tp)
+        if not expert_choices(model, tp):
+            model.check_tp(tp)
+    pps = _stages(options, model, device)
     times_of, source = _times(options, model, device, precision, tps)
     budgets = CPU_BUDGETS if device.max_tp == 1 else GPU_BUDGETS
     if options.token_budgets is not None:
@@ -196,30 +203,48 @@ def site_of(options: PlanOptions) -> tuple[Site, str]:
         token_budgets=budgets,
         price_per_hour=device.example_price_per_hour if options.price is None else options.price,
         max_devices=options.max_gpus,
+        pps=pps,
         precision=precision,
         modes=modes[options.mode],
     )
     return site, source
 
 
+def _stages(options: PlanOptions, model: ModelShape, device: Device) -> tuple[int, ...]:
+    """The numbers of stages that may be used. Raises `ConfigError`."""
+    if options.pp is None:
+        return (1,) if options.step_times is not None else tuple(stage_counts(model, device))
+    pps = numbers_of(options.pp, "--pp")
+    if options.step_times is not None and pps != (1,):
+        raise ConfigError("--pp: --step-times was measured with one stage; leave one of them out")
+    for pp in pps:
+        stage_layers(model, pp)
+    return pps
+
+
 def _times(
     options: PlanOptions, model: ModelShape, device: Device, precision: Precision, tps: Sequence[int]
-) -> tuple[Callable[[int], StepTimes], str]:
+) -> tuple[TimesOf, str]:
     if options.step_times is not None:
         recording = read_recording(options.step_times)
         _check_recording(recording, options, model, precision, tps)
         fitted = fit(recording.samples, expert_share=recording.expert_share)
         name = getattr(fitted, "name", "")
-        return lambda tp: fitted, f"{len(recording.samples)} steps measured on {recording.machine} ({name} fit)"
+        return (
+            lambda parallelism: fitted,
+            f"{len(recording.samples)} steps measured on {recording.machine} ({name} fit)",
+        )
     tables = PerfTables()
     if options.perf_tables is not None:
         tables = read_perf_tables(options.perf_tables, kv_dtype=precision.kv_dtype)
     overhead_s = None if options.step_overhead_ms is None else options.step_overhead_ms / 1e3
-    cached: dict[int, RooflineStepTimes] = {}
+    whole: dict[tuple[int, bool], RooflineStepTimes] = {}
+    staged: dict[Parallelism, StagedStepTimes] = {}
 
-    def times_of(tp: int) -> RooflineStepTimes:
-        if tp not in cached:
-            cached[tp] = RooflineStepTimes(
+    def times_of(parallelism: Parallelism) -> StepTimes:
+        tp, pp, ep = parallelism
+        if (tp, ep) not in whole:
+            whole[tp, ep] = RooflineStepTimes(
                 model,
                 device,
                 tp=tp,
@@ -228,10 +253,20 @@ def _times(
                 kv_dtype=precision.kv_dtype,
                 tables=tables,
                 step_s=overhead_s,
+                ep=ep,
             )
-        return cached[tp]
+        if pp == 1:
+            return whole[tp, ep]
+        if parallelism not in staged:
+            staged[parallelism] = StagedStepTimes(whole[tp, ep], pp)
+        return staged[parallelism]
 
-    corrected = times_of(max(tps)).corrected if tps else ()
+    corrected: tuple[str, ...] = ()
+    if tps:
+        widest = max(tps)
+        times_of(Parallelism(widest, 1, expert_choices(model, widest)[0]))
+        (first,) = whole.values()
+        corrected = first.corrected
     if not corrected:
         return times_of, "roofline of the data sheet's numbers"
     return times_of, f"roofline, corrected by {tables.source} for {', '.join(corrected)}"
@@ -362,7 +397,8 @@ def _memory_lines(facts: Facts) -> list[str]:
                 f"{memory.expert_bytes / GB:.2f} GB of experts and {memory.scratch_bytes / GB:.2f} GB to compute them"
             )
         if parts:
-            lines.append(f"memory of each device, tp {width.tp}: {', '.join(parts)}")
+            name = Parallelism(width.tp, width.pp, width.ep)
+            lines.append(f"memory of each device, {name}: {', '.join(parts)}")
     return lines
 
 
@@ -375,8 +411,10 @@ def print_facts(console: Console, lines: Sequence[str], facts: Facts, load: Load
         print_table(console, shown)
 
 
-def print_answer(console: Console, answer: Answer, load: Load, engine: EngineKind | None) -> None:
-    """Print the table of pools, and the verdict."""
+def print_answer(console: Console, answer: Answer, load: Load, engine: EngineKind | None, why: Sequence[str]) -> None:
+    """Print the table of pools, the verdict, and the reasons for the stages and ranks of the best candidate."""
     say(console, "")
     print_table(console, pools_table(answer, load, engine))
     say(console, verdict(answer, load))
+    for line in why:
+        say(console, line)

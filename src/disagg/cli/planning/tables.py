@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from disagg.loadtests.verdict.plots import Chart, Series
 from disagg.loadtests.verdict.report import TextTable
@@ -19,13 +19,15 @@ MAX_SHOWN = 6
 
 
 def width_table(facts: Facts, load: Load) -> TextTable:
-    """Table of a worker by its width."""
+    """Table of a worker by its stages and ranks."""
     return TextTable(
-        title=f"a worker by its width, with one request of {load.mean_prompt:.0f} + {load.mean_output:.0f} tokens",
-        columns=("tp", "weights GB", "KV GB", "KV tokens", "sequences", "TTFT ms", "TPOT ms"),
+        title=f"a worker by its stages and ranks, with one request of {load.mean_prompt:.0f} + "
+        f"{load.mean_output:.0f} tokens",
+        columns=("pp x tp", "step", "weights GB", "KV GB", "KV tokens", "sequences", "TTFT ms", "TPOT ms"),
         rows=[
             (
-                str(width.tp),
+                f"{width.pp} x {width.tp}{' ep' if width.ep else ''}",
+                str(width.token_budget),
                 f"{width.memory.weight_bytes / GB:.1f}",
                 f"{width.memory.kv_bytes / GB:.1f}",
                 str(width.kv_tokens),
@@ -35,7 +37,8 @@ def width_table(facts: Facts, load: Load) -> TextTable:
             )
             for width in facts.widths
         ],
-        note="GB are of each device; sequences are what fits of this length",
+        note="step: tokens of the largest one; GB are of each device, of the stage with least room; sequences are what "
+        "fits of this length",
     )
 
 
@@ -43,7 +46,7 @@ def sweep_table(facts: Facts) -> TextTable:
     """Table of one worker by its batch."""
     columns = ("batch", "TPOT ms", "decode tokens/s", "requests/s", "output tokens/s", "price/M tokens", "kJ/M tokens")
     return TextTable(
-        title=f"one worker of tp {facts.sweep_tp} that decodes a batch and computes its prompts",
+        title=f"one worker of pp {facts.sweep_pp} x tp {facts.sweep_tp} that decodes a batch and computes its prompts",
         columns=(*columns, "fits"),
         rows=[
             (
@@ -89,7 +92,13 @@ def _row(judged: Judged, load: Load, *, is_best: bool) -> tuple[str, ...]:
 
 
 def plan_page(
-    title: str, lines: list[str], facts: Facts, answer: Answer | None, load: Load, engine: EngineKind | None
+    title: str,
+    lines: list[str],
+    facts: Facts,
+    answer: Answer | None,
+    load: Load,
+    engine: EngineKind | None,
+    reasons: Sequence[str] = (),
 ) -> str:
     """All tables and charts as one HTML page. Raises `ConfigError` where charts cannot be drawn."""
 
@@ -97,6 +106,7 @@ def plan_page(
         rows = [(line.partition(": ")[0], line.partition(": ")[2]) for line in lines]
         if answer is not None:
             rows.append(("verdict", verdict(answer, load)))
+            rows += [(each.partition(": ")[0], each.partition(": ")[2]) for each in reasons]
         yield table_html(TextTable(title="the plan", columns=("", ""), rows=rows))
         yield charts_html(sweep_charts(facts, load))
         if answer is not None:

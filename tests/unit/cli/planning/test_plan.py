@@ -66,10 +66,10 @@ def test_without_a_rate_there_are_the_calculations() -> None:
     )
     assert "ridge: 295 FLOP/byte; prompts are bound by arithmetic from 317 tokens on" in text
     assert "KV in tiers: 1 GiB of host memory or disk holds 8192 tokens; " in text
-    widths = text.split("a worker by its width")[1].split("GB are of")[0].splitlines()[2:]
-    assert [line.split()[:5] for line in widths if line.split()[:1] in (["1"], ["8"])] == [
-        ["1", "16.1", "53.9", "411525", "378"],
-        ["8", "2.0", "68.0", "4149928", "3814"],
+    widths = text.split("a worker by its stages")[1].split("GB are of")[0].splitlines()[2:]
+    assert [line.split()[2:8] for line in widths if line.split()[:3] in (["1", "x", "1"], ["1", "x", "8"])] == [
+        ["1", "8192", "16.1", "53.9", "411525", "378"],
+        ["8", "8192", "2.0", "68.0", "4149928", "3814"],
     ]
     assert "next: --rate, --ttft-ms and --tpot-ms" in text
 
@@ -113,7 +113,13 @@ def test_everything_is_written_as_json(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     output(options(rate=2.0, ttft_ms=500.0, tpot_ms=30.0, simulate=False, json=file))
     report = json.loads(file.read_text())
-    assert report["best"]["colocated"] == {"num_workers": 1, "tp": 1, "token_budget": 2048}
+    assert report["best"]["colocated"] == {
+        "num_workers": 1,
+        "tp": 1,
+        "token_budget": 2048,
+        "pp": 1,
+        "ep": False,
+    }
     assert report["best"]["price_per_million_output_tokens"] == pytest.approx(3.0 / 3600 / 128 * 1e6)
     assert report["best"]["joules_per_million_output_tokens"] == pytest.approx(700 / 128 * 1e6)
     assert report["facts"]["weight_bytes"] == 16_060_522_496
@@ -207,11 +213,12 @@ def test_a_config_of_another_architecture_is_refused_with_the_file(tmp_path: Pat
             "--model: 'gpt-9' is no file, no folder, and no imported model, and not one of smollm2-135m",
         ),
         ({"device": "h900"}, "--device: 'h900' is not known; there is h100"),
-        ({"model": "llama-3-70b", "device": "l40s"}, "--device: llama-3-70b takes 141.1 GB of weights"),
+        ({"model": "llama-3-70b", "device": "l40s", "pp": "1"}, "--device: llama-3-70b takes 141.1 GB of weights"),
         ({"tp": "3"}, "--tp: 32 query heads of llama-3-8b cannot be divided among 3 ranks"),
         ({"tp": "one"}, "--tp: expected whole numbers such as 1,2,4; got 'one'"),
         ({"tp": "0"}, "--tp: expected numbers of at least 1; got '0'"),
-        ({"pp": 2}, "--pp: pipeline parallelism (2) is not supported"),
+        ({"pp": "two"}, "--pp: expected whole numbers such as 1,2,4; got 'two'"),
+        ({"pp": "64"}, "--pp: 64 stages are not between 1 and the 32 layers of llama-3-8b"),
         ({"ep": 2}, "--ep: expert parallelism (2) beyond the ranks of a worker is not supported"),
         ({"prompt_tokens": None}, "--prompt-tokens, --output-tokens: give both, or --scenario"),
         ({"prompt_tokens": 0}, "--prompt-tokens, --output-tokens: expected at least 1 each"),

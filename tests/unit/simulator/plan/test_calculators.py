@@ -16,6 +16,7 @@ from disagg.autoscaler.transfer import (
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import A100, CPU_CORE, H100, L40S
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES
+from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.plan.intensity import (
     attention_flops,
     critical_batch,
@@ -87,16 +88,17 @@ def test_widths_are_powers_of_two_that_divide_the_model() -> None:
 
 
 def test_only_widths_with_room_for_a_sequence_are_left() -> None:
-    assert check_fits(LLAMA_70B, H100, [1, 2, 4, 8], 8192) == [4, 8]
-    assert check_fits(LLAMA_70B, H100, [1, 2, 4, 8], 8192, FP8) == [2, 4, 8]
+    widest = [Parallelism(tp) for tp in (1, 2, 4, 8)]
+    assert check_fits(LLAMA_70B, H100, widest, 8192) == widest[2:]
+    assert check_fits(LLAMA_70B, H100, widest, 8192, FP8) == widest[1:]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_sizes() -> None:
     with pytest.raises(ConfigError) as refused:
-        check_fits(LLAMA_70B, L40S, [1, 2], 8192)
+        check_fits(LLAMA_70B, L40S, [Parallelism(1), Parallelism(2)], 8192)
     assert str(refused.value) == (
         "--device: llama-3-70b takes 141.1 GB of weights and 2.7 GB of KV for one sequence of 8192 tokens; "
-        "2 x l40s have 86.4 GB for both. Try a larger device, --weight-dtype fp8, or a wider --tp"
+        "2 x l40s have 86.4 GB for both. Try a larger device, --weight-dtype fp8, a wider --tp or more stages, --pp"
     )
     with pytest.raises(ConfigError, match=r"^--tp: llama-3-70b cannot be divided"):
         check_fits(LLAMA_70B, L40S, [], 8192)

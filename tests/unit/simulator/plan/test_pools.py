@@ -14,6 +14,7 @@ from disagg.proto.errors import ConfigError
 from disagg.simulator.cluster import SimulatedCluster
 from disagg.simulator.durations.devices import H100
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES
+from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.roofline import RooflineStepTimes
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
@@ -34,7 +35,7 @@ def site(tps: tuple[int, ...] = (1,), max_devices: int = 32, modes: tuple[bool, 
     return Site(
         model=LLAMA,
         device=H100,
-        times_of=TIMES.__getitem__,
+        times_of=lambda parallelism: TIMES[parallelism.tp],
         link=LinkTimes(bandwidth_bytes_per_s=50e9, latency_s=1e-4),
         tps=tps,
         token_budgets=(512, 2048),
@@ -74,7 +75,7 @@ def test_limits_below_an_idle_worker_are_refused_with_what_it_takes() -> None:
 
 
 def test_a_limit_that_a_wider_worker_meets_is_not_refused() -> None:
-    assert Planner(site(tps=(1, 4)), load(tpot_ms=5.0)).tps == [1, 4]
+    assert Planner(site(tps=(1, 4)), load(tpot_ms=5.0)).decoders == [Parallelism(1), Parallelism(4)]
 
 
 def test_too_few_devices_for_any_worker_are_refused() -> None:
