@@ -89,7 +89,7 @@ class PrefillLink(PairLink):
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
         )
-        self._shell = ReceiverShell(half, self, peer.tp)
+        self._shell = ReceiverShell(half, self, peer.shape)
         self._task = asyncio.create_task(self._run(accept), name=f"transport-{peer.worker_id}")
         self._task.add_done_callback(lambda _: callbacks.on_gone(self))
 
@@ -202,4 +202,5 @@ class PrefillLink(PairLink):
         def done(ok: bool, error: str, checksum: int) -> None:
             self._context.call_soon(self._shell.on_received, chunk.key, chunk.seq, ok, checksum)
 
-        transport.recv(self._shell.buffer(chunk.slot), chunk.nbytes, done, posted)
+        of_group = transport.of_group(chunk.group)
+        of_group.recv(self._shell.buffer(chunk.slot), chunk.nbytes, done, posted)

@@ -95,7 +95,7 @@ class DecodeRole:
             return PairRefused(reason=reason)
         context, rendezvous = self._context, self._rendezvous
         info, config = context.info, context.config
-        plan = plan_pair(info.kv_layout, hello.info.tp, info.tp)
+        plan = plan_pair(info.kv_layout, hello.info.shape, info.shape)
         pair_name = f"{hello.info.incarnation}-{info.incarnation}-{uuid.uuid4().hex[:8]}"
         callbacks = LinkCallbacks(self._on_offered, self._on_over, self._links.discard)
         end = PairEnd(
@@ -123,7 +123,7 @@ class DecodeRole:
             pair_name=pair_name,
             transport=config.transport,
             store_address=rendezvous.address,
-            tp=info.tp,
+            shape=info.shape,
             credits=config.transfer.num_slots,
             max_chunk_bytes=config.transfer.chunk_bytes,
             digests=hello.digests and context.digests,
@@ -153,7 +153,7 @@ class DecodeRole:
         if theirs.kv_layout != ours.kv_layout:
             return f"KV layouts differ: {theirs.kv_layout.unlike(ours.kv_layout)}"
         try:
-            plan_pair(ours.kv_layout, theirs.tp, ours.tp)
+            plan_pair(ours.kv_layout, theirs.shape, ours.shape)
         except ValueError as error:
             return str(error)
         return ""

@@ -10,7 +10,17 @@ import msgspec
 from disagg.engine.plan import Buffer, Copying, LoadedAdapter
 from disagg.engine.tiers.extents import Extent
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
-from disagg.proto.messages import EndReason, Fetched, FetchFrom, FetchOutcome, PeerRef, SequenceSpec, TokenLogprobs
+from disagg.proto.messages import (
+    ONE_RANK,
+    EndReason,
+    Fetched,
+    FetchFrom,
+    FetchOutcome,
+    ParallelShape,
+    PeerRef,
+    SequenceSpec,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,7 @@ class Gather:
     start: int
     end: int
     out: Buffer
-    peer_tp: int = 1
+    peer: ParallelShape = ONE_RANK
     """Ranks of the worker that it goes to."""
     digests: bool = False
     """Whether the checksum is the device's, see `digest.py`."""
@@ -90,7 +100,7 @@ class Scatter:
     start: int
     end: int
     data: Buffer
-    peer_tp: int = 1
+    peer: ParallelShape = ONE_RANK
     """Ranks of the worker that it came from."""
     digest: int | None = None
     """What the device must find of `data`; None where the transport has compared its checksum."""

@@ -323,6 +323,8 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
     is shared."""
     adapters: AdapterOptions | None = None
     """Adapters that it may load; None for none."""
+    fake_layers: int = 1
+    """Layers of the fake model, the same for all workers of a cluster: as many as the most stages that one has."""
     fetch: bool = False
     """Whether it gets KV of prefixes from other workers, and gives them its own, where a gateway asks for that."""
     transport: TransportName = "gloo"

@@ -15,8 +15,9 @@ With windows (`windows`) each is a cache group of its own, with pages of its own
 of the last tokens from those, too: a block that is given back too early, is resumed without, or is not sent, gives
 other tokens.
 
-With several KV heads each stores the same, shifted by its number, so that exchanged heads show. A rank of several
-holds its heads only, and reads back only those.
+With several KV heads each stores the same, shifted by its number, so that exchanged heads show, and so does each of
+several layers. A rank of several holds its heads only, and a stage its layers; it reads back only those. Each cache
+group has `num_layers` layers, which alternate: those of two groups are numbers 0, 2, .. and 1, 3, ...
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from disagg.engine.plan import (
     WarmUp,
 )
 from disagg.engine.randomness import first_outputs
-from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
+from disagg.engine.sharding.kv_routes import LocalSlice, check_shape, slices_to_receive, slices_to_send, stage_places
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import Adapter, Pooling, TokenLogprobs
+from disagg.proto.messages import ONE_RANK, Adapter, ParallelShape, Pooling, TokenLogprobs
 from disagg.proto.splitmix import splitmix64
 
 FAKE_FINGERPRINT = "fake"
@@ -64,6 +65,7 @@ _LARGEST_RANK = 50
 _LARGEST_ADAPTER = 64 << 20
 _HEAD_BYTES_PER_TOKEN = 8
 _HEAD_SHIFT = 0x9E3779B1
+_LAYER_SHIFT = 0x85EBCA77
 _UNWRITTEN = 0xFFFFFFFF
 _HALF_WORD = np.uint64(32)
 _WINDOW_FACTOR = 0x9E3779B97F4A7C15
@@ -81,12 +83,15 @@ class FakeModelRunner(ModelRunner):
         step_time_s: how long a step should take; with `sleep`, makes demos run at a believable pace.
         sleep: called with that time.
         num_kv_heads: of the whole model.
+        num_layers: of each cache group of the whole model.
+        stage_ends: as in `ParallelShape`; by default stages of equally many layers of each group.
         windows: of each cache group beside the first, its window in tokens and its number of blocks.
-        shard: which rank it is; its pages hold that rank's heads.
+        shard: which rank it is; its pages hold that rank's heads of its stage's layers.
         adapters: folder of adapters, whose fingerprints change what is written and what follows.
 
     Raises:
-        ValueError: if `vocab_size` or `num_kv_heads` is not positive, or the heads cannot be divided among the ranks.
+        ValueError: if `vocab_size`, `num_kv_heads` or `num_layers` is not positive, the heads cannot be divided among
+            the ranks, or a stage has no layer, or the first stage none of some group, which rank 0 has to read back.
     """
 
     fingerprint = FAKE_FINGERPRINT
@@ -105,6 +110,8 @@ class FakeModelRunner(ModelRunner):
         step_time_s: Callable[[StepPlan], float] | None = None,
         sleep: Callable[[float], None] | None = None,
         num_kv_heads: int = 1,
+        num_layers: int = 1,
+        stage_ends: Seq[int] = (),
         windows: Seq[tuple[int, int]] = (),
         shard: Shard = WHOLE,
         adapters: AdapterOptions | None = None,
@@ -113,18 +120,27 @@ class FakeModelRunner(ModelRunner):
             raise ValueError(f"vocab_size must be positive, not {vocab_size}")
         if num_kv_heads < 1:
             raise ValueError(f"num_kv_heads must be positive, not {num_kv_heads}")
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be positive, not {num_layers}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.shard = shard
-        self.tp = shard.size
         self.warm_up = WarmUp()
         self.windows = tuple(window for window, _ in windows)
         self.window_blocks = tuple(pool for _, pool in windows)
         head = LayerKv(0, num_kv_heads, 1, 1)
-        layers = [head, *(head._replace(window=window) for window in self.windows)]
+        layers = [head, *(head._replace(window=window) for window in self.windows)] * num_layers
         self.layout = layout_of(layers, "fake", _HEAD_BYTES_PER_TOKEN / 2)
+        if shard.stages > 1 and not stage_ends:
+            every = [num_layers * (stage + 1) // shard.stages for stage in range(shard.stages)]
+            stage_ends = [each * len(self.layout.groups) for each in every]
+        self.shape = ParallelShape(tp=shard.size, stage_ends=tuple(stage_ends))
+        check_shape(self.shape, self.layout, "the fake model")
+        places = [stage_places(group, self.shape)[shard.stage] for group in self.layout.groups]
+        if shard.is_first and not all(places):
+            raise ValueError("the first stage of the fake model has no layer of some cache group")
         self._step_time_s = step_time_s
         self._sleep = sleep
         self._batches = BatchBuilder(block_size, max_model_len, len(self.windows), has_adapters=adapters is not None)
@@ -132,13 +148,17 @@ class FakeModelRunner(ModelRunner):
         self._words_S: U32 = np.zeros(1 + (0 if adapters is None else adapters.max_loaded), dtype=np.uint32)
         """Of the adapter in each slot a number that is added to each word; the last one is the base model's, 0."""
         heads = shard.kv_heads(num_kv_heads)
-        shifts_H1 = [[head * _HEAD_SHIFT % (1 << 32)] for head in heads]
-        self._shift_H1: U32 = np.array(shifts_H1, dtype=np.uint32)
-        self._group_pages: list[U32] = [
-            np.full((2, len(heads), pool, block_size), _UNWRITTEN, dtype=np.uint32)
-            for pool in (num_blocks, *self.window_blocks)
+        self._num_heads = len(heads)
+        self._shifts_H1: list[U32] = [
+            np.array([_shift(layer, head) for layer in held for head in heads], dtype=np.uint32)[:, None]
+            for held in places
         ]
-        """Pages of each cache group."""
+        """What each head of each layer of a group adds to its words."""
+        self._group_pages: list[U32] = [
+            np.full((2, len(shift_H1), pool, block_size), _UNWRITTEN, dtype=np.uint32)
+            for shift_H1, pool in zip(self._shifts_H1, (num_blocks, *self.window_blocks), strict=True)
+        ]
+        """Pages of each cache group. Heads of a layer follow each other, and so do the layers of this stage."""
         self._pages_2HNB = self._group_pages[0]
 
     @override
@@ -236,14 +256,22 @@ class FakeModelRunner(ModelRunner):
         return np.empty(nbytes, dtype=np.uint8)
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
-        """Copy tokens [start, end) into the head of `out`: all K (u32), then all V (u32), of each head. Returns the
-        checksum of those bytes.
+    def gather(
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
+    ) -> int:
+        """Copy tokens [start, end) into the head of `out`: of each layer all K (u32), then all V (u32), of each head.
+        Returns the checksum of those bytes.
 
         Raises:
             ValueError: if `out` is too small.
         """
-        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp, group))
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer, group))
 
     def capture(self, num_seqs: int) -> str:
         """There is nothing to capture."""
@@ -254,41 +282,54 @@ class FakeModelRunner(ModelRunner):
 
     @override
     def scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         """The reverse of `gather`.
 
         Raises:
             ValueError: if `data` is too small.
         """
-        self.scatter_part(block_table, start, end, data, peer_tp, group)
+        self.scatter_part(block_table, start, end, data, peer, group)
 
     def gather_part(
-        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer: ParallelShape, group: int = 0
     ) -> list[int]:
-        """Copy this rank's heads of tokens [start, end) into `out`, for a worker of `peer_tp` ranks; the checksum of
+        """Copy this rank's slices of tokens [start, end) into `out`, for a worker of the shape `peer`; the checksum of
         each slice."""
         blocks, offsets = self._slots(block_table, start, end)
-        slices = heads_to_send(self.layout.groups[0].num_heads, self.shard, peer_tp)
+        slices = slices_to_send(self.layout.groups[group], self.shape, self.shard, peer)
         checksums: list[int] = []
-        for heads, words_2HT in _payloads(out, slices, end - start):
-            words_2HT[...] = self._group_pages[group][:, heads][:, :, blocks, offsets]
-            checksums.append(self.checksum(words_2HT.view(np.uint8).reshape(-1)))
+        for each, words_L2HT in _payloads(out, slices, end - start):
+            words_L2HT[...] = self._pages_of(group, each)[..., blocks, offsets]
+            checksums.append(self.checksum(words_L2HT.view(np.uint8).reshape(-1)))
         return checksums
 
     def scatter_part(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer: ParallelShape, group: int = 0
     ) -> None:
-        """Copy this rank's heads of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent."""
+        """Copy this rank's slices of tokens [start, end) from `data`, which a worker of the shape `peer` sent."""
         blocks, offsets = self._slots(block_table, start, end)
-        slices = heads_to_receive(self.layout.groups[0].num_heads, self.shard, peer_tp)
-        for heads, words_2HT in _payloads(data, slices, end - start):
-            self._group_pages[group][:, heads][:, :, blocks, offsets] = words_2HT
+        slices = slices_to_receive(self.layout.groups[group], self.shape, self.shard, peer)
+        for each, words_L2HT in _payloads(data, slices, end - start):
+            self._pages_of(group, each)[..., blocks, offsets] = words_L2HT
+
+    def _pages_of(self, group: int, held: LocalSlice) -> U32:
+        """A view of the pages of some heads of some layers, [layer][k|v][head][block][offset]."""
+        layers, heads = held
+        pages_2HNB = self._group_pages[group]
+        pages_2LHNB = pages_2HNB.reshape(2, -1, self._num_heads, *pages_2HNB.shape[2:])
+        return pages_2LHNB[:, layers.start : layers.stop, heads.start : heads.stop].swapaxes(0, 1)
 
     def _write(self, group: int, blocks: I64, offsets: I64, token_ids: U32, positions: U32) -> None:
-        pages_2HNB = self._group_pages[group]
-        pages_2HNB[0][:, blocks, offsets] = token_ids + self._shift_H1
-        pages_2HNB[1][:, blocks, offsets] = positions + self._shift_H1
+        pages_2HNB, shift_H1 = self._group_pages[group], self._shifts_H1[group]
+        pages_2HNB[0][:, blocks, offsets] = token_ids + shift_H1
+        pages_2HNB[1][:, blocks, offsets] = positions + shift_H1
 
     def _next_greedy(self, entry: ScheduledSequence) -> int:
         return _token_of(self._digest(entry), self.vocab_size)
@@ -309,8 +350,9 @@ class FakeModelRunner(ModelRunner):
         blocks = block_table[first_block : -(-end // self.block_size)]
         pages_2HMB = self._group_pages[group].take(blocks, axis=2)
         first, last = start - first_block * self.block_size, end - first_block * self.block_size
-        words_2HT = pages_2HMB.reshape(2, len(self._shift_H1), -1)[:, :, first:last] - self._shift_H1
-        # Heads that agree, as they should, count once.
+        shift_H1 = self._shifts_H1[group]
+        words_2HT = pages_2HMB.reshape(2, len(shift_H1), -1)[:, :, first:last] - shift_H1
+        # Heads and layers that agree, as they should, count once.
         return sum(set(_digests(words_2HT[0] - word, words_2HT[1], start).tolist()))
 
     def _slots(self, block_table: Seq[int], start: int, end: int) -> tuple[I64, I64]:
@@ -325,16 +367,21 @@ def adapter_word(fingerprint: str) -> int:
     return zlib.crc32(fingerprint.encode()) if fingerprint else 0
 
 
-def _payloads(buffer: Buffer, slices: tuple[range, ...], num_tokens: int) -> Iterator[tuple[slice, U32]]:
-    """The heads of each slice and its words [k|v][head][token] in the buffer."""
-    nbytes = num_tokens * _HEAD_BYTES_PER_TOKEN * sum(map(len, slices))
+def _shift(layer: int, head: int) -> int:
+    """What a head of a layer, by its place in the cache group, adds to its words."""
+    return (layer * _LAYER_SHIFT + head * _HEAD_SHIFT) % (1 << 32)
+
+
+def _payloads(buffer: Buffer, slices: tuple[LocalSlice, ...], num_tokens: int) -> Iterator[tuple[LocalSlice, U32]]:
+    """Each slice and its words [layer][k|v][head][token] in the buffer."""
+    nbytes = num_tokens * _HEAD_BYTES_PER_TOKEN * sum([each.num_elements for each in slices])
     if buffer.nbytes < nbytes:
         raise ValueError(f"{num_tokens} tokens of KV are {nbytes} bytes, the buffer has {buffer.nbytes}")
     words: U32 = buffer[:nbytes].view(np.uint32)
     first = 0
-    for heads in slices:
-        count = 2 * len(heads) * num_tokens
-        yield slice(heads.start, heads.stop), words[first : first + count].reshape(2, len(heads), num_tokens)
+    for each in slices:
+        count = 2 * each.num_elements * num_tokens
+        yield each, words[first : first + count].reshape(len(each.layers), 2, len(each.heads), num_tokens)
         first += count
 
 

@@ -22,7 +22,7 @@ from disagg.engine.request import Sequence
 from disagg.engine.speculation.proposer import Proposer
 from disagg.proto.errors import InternalError
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import Adapter, BufferSize, KvLayout, StepSample, TokenLogprobs
+from disagg.proto.messages import ONE_RANK, Adapter, BufferSize, KvLayout, ParallelShape, StepSample, TokenLogprobs
 
 Buffer = Any
 """Flat staging memory of bytes, made by `ModelRunner.new_staging`: a uint8 numpy array of the host, or a uint8 tensor
@@ -246,7 +246,7 @@ class ModelRunner(Protocol):
     """The same as `WorkerInfo.arithmetic`."""
     expert_share: float = 0.0
     """The same as `WorkerInfo.expert_share`."""
-    tp: int
+    shape: ParallelShape = ONE_RANK
     """Ranks that compute together."""
     digests: bool = False
     """Whether the device computes digests of what goes through staging memory of the host, see `digest.py`."""
@@ -296,9 +296,17 @@ class ModelRunner(Protocol):
         """A flat staging buffer of `nbytes` bytes."""
         ...
 
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
-        """Copy the KV of tokens [start, end) of a cache group into `out`, for a worker of `peer_tp` ranks; the checksum
-        of the copy.
+    def gather(
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
+    ) -> int:
+        """Copy the KV of tokens [start, end) of a cache group into `out`, for a worker of the shape `peer`; the
+        checksum of the copy.
 
         Each rank's part of `out` holds its slices (`sharding.kv_routes`) one after the other, each in canonical order
         [layer][k|v][head][token][dim].
@@ -311,7 +319,7 @@ class ModelRunner(Protocol):
         start: int,
         end: int,
         out: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
@@ -319,13 +327,19 @@ class ModelRunner(Protocol):
         """`gather`, perhaps without waiting for it: then what says when `out` is full, on any thread. All later work of
         the runner is ordered behind the reads of the cache. With `digests` the checksum is the device's. An int: it is
         done, and that is the checksum."""
-        return self.gather(block_table, start, end, out, peer_tp, group=group)
+        return self.gather(block_table, start, end, out, peer, group=group)
 
     def scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
-        """Copy the KV of tokens [start, end) of a cache group from `data`, which a worker of `peer_tp` ranks sent, into
-        the blocks."""
+        """Copy the KV of tokens [start, end) of a cache group from `data`, which a worker of the shape `peer` sent,
+        into the blocks."""
         ...
 
     def start_scatter(
@@ -334,7 +348,7 @@ class ModelRunner(Protocol):
         start: int,
         end: int,
         data: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
@@ -342,5 +356,5 @@ class ModelRunner(Protocol):
         """`scatter`, perhaps behind steps that were queued and not computed: then what says when `data` was read. All
         later work of the runner is ordered behind it. With `digests`, which needs `ModelRunner.digests`, the device
         computes one of what arrives there. None: it is done."""
-        self.scatter(block_table, start, end, data, peer_tp, group=group)
+        self.scatter(block_table, start, end, data, peer, group=group)
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.engine.batch_arrays import I32, I64, BatchArrays, ChunkArrays, WindowArrays
-from disagg.proto.messages import Adapter, Message
+from disagg.proto.messages import Adapter, Message, ParallelShape
 
 
 class Join(Message, frozen=True, kw_only=True, tag=True):
@@ -120,18 +120,19 @@ class _CopyPart(Message, frozen=True, kw_only=True):
     buffer: int
     """Number of the staging buffer; each rank makes its part at first use."""
     buffer_bytes: int
-    """Size of the part."""
+    """Size of the buffer, all ranks' parts together."""
     block_table: bytes
     """Block table of the sequence, int32."""
     start: int
     end: int
-    peer_tp: int
+    peer: ParallelShape
+    """Ranks of the other worker."""
     group: int = 0
     """Number of the cache group."""
 
 
 class GatherPart(_CopyPart, frozen=True, kw_only=True, tag=True):
-    """Copy this rank's heads of tokens [start, end) into its part of a staging buffer; `Done.checksums` has one for
+    """Copy this rank's slices of tokens [start, end) into its part of a staging buffer; `Done.checksums` has one for
     each of its slices."""
 
 
@@ -144,6 +145,7 @@ class ClearBuffer(Message, frozen=True, kw_only=True, tag=True):
 
     buffer: int
     buffer_bytes: int
+    """Size of the buffer, all ranks' parts together."""
 
 
 class FreeBuffer(Message, frozen=True, kw_only=True, tag=True):
@@ -158,7 +160,8 @@ class OpenPair(Message, frozen=True, kw_only=True, tag=True):
     call: int
     pair_name: str
     side: Literal["sender", "receiver"]
-    peer_tp: int
+    peer: ParallelShape
+    """Ranks of the other worker."""
     transport: str
     host: str
     store_address: str
@@ -173,9 +176,12 @@ class SendPart(Message, frozen=True, kw_only=True, tag=True):
     pair_name: str
     buffer: int
     buffer_bytes: int
-    """Size of the part, which is made here where the gather into it was refused: the peer waits for its bytes."""
-    head_bytes: int
-    """Bytes of each head."""
+    """Size of the buffer, all ranks' parts together. This rank's is made here where the gather into it was refused: the
+    peer waits for its bytes."""
+    group: int
+    """Number of the cache group, which says how many elements (a head of a layer) each slice has."""
+    element_bytes: int
+    """Bytes of each element."""
 
 
 class ReceivePart(Message, frozen=True, kw_only=True, tag=True):
@@ -185,8 +191,11 @@ class ReceivePart(Message, frozen=True, kw_only=True, tag=True):
     pair_name: str
     buffer: int
     buffer_bytes: int
-    head_bytes: int
-    """Bytes of each head."""
+    """Size of the buffer, all ranks' parts together."""
+    group: int
+    """Number of the cache group."""
+    element_bytes: int
+    """Bytes of each element."""
 
 
 class ClosePair(Message, frozen=True, kw_only=True, tag=True):

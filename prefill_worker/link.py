@@ -161,7 +161,7 @@ class DecodeLink(PairLink):
         config, layout = self._context.config, self._context.info.kv_layout
         connect = self._context.parts.make_connector(welcome.transport, config.host, self._context.cluster_secret)
         end = PairEnd(
-            plan=plan_pair(layout, self._context.info.tp, welcome.tp),
+            plan=plan_pair(layout, self._context.info.shape, welcome.shape),
             side="sender",
             pair_name=welcome.pair_name,
             transport=welcome.transport,
@@ -184,7 +184,7 @@ class DecodeLink(PairLink):
             heartbeat_s=config.transfer.heartbeat_s,
             transfer_timeout_s=config.transfer.timeout_s,
         )
-        self._shell = SenderShell(half, self, welcome.tp, digests=welcome.digests)
+        self._shell = SenderShell(half, self, welcome.shape, digests=welcome.digests)
         logger.info("pair with %s: formed over %s", self.peer.worker_id, self._transport.name)
         self._expire_waiting(now)
         waiting, self._waiting = self._waiting, {}
@@ -296,7 +296,7 @@ class DecodeLink(PairLink):
         def done(ok: bool, error: str) -> None:
             self._context.call_soon(shell.on_sent, chunk.key, chunk.seq, ok)
 
-        transport.send(shell.buffer(chunk.slot), chunk.nbytes, done)
+        transport.of_group(chunk.group).send(shell.buffer(chunk.slot), chunk.nbytes, done)
 
     def on_reserved(self, key: AttemptKey) -> None:
         """Tell the role that the decode worker has room for the attempt."""

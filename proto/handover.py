@@ -20,7 +20,16 @@ import enum
 from typing import Literal
 
 from disagg.proto.ids import AttemptKey, Incarnation, RequestId
-from disagg.proto.messages import KvLayout, Message, PeerRef, SequenceSpec, TokenLogprobs, WorkerInfo
+from disagg.proto.messages import (
+    ONE_RANK,
+    KvLayout,
+    Message,
+    ParallelShape,
+    PeerRef,
+    SequenceSpec,
+    TokenLogprobs,
+    WorkerInfo,
+)
 
 Side = Literal["sender", "receiver"]
 """Side of a pair: P is the sender, D the receiver."""
@@ -81,8 +90,8 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
     transport: str
     store_address: str = ""
     """Address of D's rendezvous, in the form of the transport; with gloo it is host:port of D's store."""
-    tp: int = 1
-    """Tensor parallel ranks of D."""
+    shape: ParallelShape = ONE_RANK
+    """Ranks of D."""
     credits: int
     """Largest number of chunks that P may have announced without having received their `ChunkDone`."""
     max_chunk_bytes: int
@@ -91,8 +100,8 @@ class PairWelcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PairRefused(Message, frozen=True, kw_only=True, tag=True):
-    """D will not form this pair (fingerprint, layout or incarnation differ, or the KV heads cannot be divided among the
-    ranks)."""
+    """D will not form this pair (fingerprint, layout or incarnation differ, the stages are none of this model's, or the
+    KV heads cannot be divided among the ranks)."""
 
     reason: str
 
@@ -144,10 +153,11 @@ class ChunkHeader(ReservationMessage, frozen=True, kw_only=True, tag=True):
     """Announces `nbytes` of KV of one cache group, for tokens [start_token, end_token). Of a group with a window only
     the tokens are sent that `CacheGroup.kept_from` gives for all tokens that D is to have, less what D has.
 
-    The payload is all heads, or with several ranks on either side the slices of heads that the two workers' `tp` give
-    (`engine/sharding/kv_routes.py`). Within each slice the order is canonical, [layer][k|v][head][token][dim], whatever
-    the local layout. Each slice travels between its two ranks; several of the same two follow each other in the order
-    of the plan. Both sides have the plan since `PairHello`, so no header names ranks or heads.
+    The payload is all heads, or with several ranks on either side the slices of layers and heads that the two workers'
+    shapes give (`engine/sharding/kv_routes.py`). Within each slice the order is canonical,
+    [layer][k|v][head][token][dim], whatever the local layout. Each slice travels between its two ranks; several of the
+    same two follow each other in the order of the plan. Both sides have the plan since `PairHello`, so no header names
+    ranks, layers or heads.
     """
 
     seq: int

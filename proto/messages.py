@@ -283,6 +283,10 @@ class ParallelShape(Message, frozen=True, kw_only=True, gc=False):
         return self.tp * self.pp
 
 
+ONE_RANK = ParallelShape()
+"""The shape of a worker that is not divided."""
+
+
 class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """What a worker registers once it listens."""
 
@@ -304,7 +308,9 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     token_budget: int
     max_model_len: int
     tp: int = 1
-    """Tensor parallel size: the ranks that compute together. Each holds a part of the KV heads."""
+    """Tensor parallel size: the ranks of each stage. Each holds a part of the KV heads."""
+    stage_ends: tuple[int, ...] = ()
+    """As in `ParallelShape`: one for each of its stages; empty for one stage."""
     calibration: tuple[StepSample, ...] = ()
     """Steps measured at start-up, on an idle worker. Empty where it does not calibrate."""
     start_id: str = ""
@@ -336,6 +342,11 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Large buffers of each of its ranks whose sizes are known at the start: `kv` and `kv_window_<tokens>`, the caches
     of its cache groups; `experts`, what layers of experts use in the largest step beside weights; `adapters`, slots
     of adapters; `swap`, host memory for the KV of preempted sequences."""
+
+    @property
+    def shape(self) -> ParallelShape:
+        """Its ranks."""
+        return ParallelShape(tp=self.tp, stage_ends=self.stage_ends)
 
 
 class CacheGroup(Message, frozen=True, kw_only=True):

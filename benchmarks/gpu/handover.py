@@ -36,7 +36,7 @@ from disagg.engine.runner.model.host_staging import MAX_PIECES, GatheredPart, Ho
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.kernels.dispatch import gather_kv, scatter_kv
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import ONE_RANK, KvLayout
 
 MOVE_TARGET, HOST_TARGET = 0.90, 0.90
 DEVICE_TO_DEVICE_GB_S = 300.0
@@ -169,7 +169,7 @@ def measure_beside_steps(rows: RowFile, shape: TensorSizes, device: torch.device
         return cache.start_gather(table, start, end, out, 1, digests=True)
 
     def make(start: int, end: int, out: Tensor) -> None:
-        cache.gather_part(table, start, end, out, 1)
+        cache.gather_part(table, start, end, out, ONE_RANK)
 
     alone, beside, waiting = (
         wall_ms(functools.partial(steps, each), repeats=3) / len(chunks) for each in (lambda *_: None, begin, make)

@@ -33,6 +33,7 @@ from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.engine.shell.copy_watch import CopyWatch
 from disagg.proto.ids import AttemptKey, RequestId
+from disagg.proto.messages import ONE_RANK
 
 SLOTS = 4
 PASSES = 3
@@ -146,7 +147,7 @@ def receive_all(side: Side, transport: PairTransport) -> dict[str, Any]:
         slot = taken(arrived)
         sums: DigestSums | None = None
         if not side.bytes_only:
-            sums = side.cache.scatter_part(side.table, start, end, tensor_of(side.buffers[slot]), 1, CHECKSUM)
+            sums = side.cache.scatter_part(side.table, start, end, tensor_of(side.buffers[slot]), ONE_RANK, CHECKSUM)
         mark = Mark(pinned=on_gpu)
         under_way.append((slot, None if sums is None else sums.to_host(), mark))
         mark.set()

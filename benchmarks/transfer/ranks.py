@@ -39,7 +39,7 @@ from disagg.engine.parallel.channels import RankChannels
 from disagg.engine.parallel.transport import OpenChannel
 from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
 from disagg.proto.handover import Side
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import KvLayout, ParallelShape
 from tests.support.secret import SECRET
 
 LAYOUT = KvLayout.dense(num_layers=16, num_kv_heads=8, head_dim=64, dtype="bfloat16", bytes_per_token=32 << 10)
@@ -54,9 +54,14 @@ def chunks_of(transport: str) -> Case:
     return Case(transport=transport, size=CHUNK_BYTES, in_flight=IN_FLIGHT)
 
 
+def _plan(tp: Tp) -> PairPlan:
+    sender, receiver = tp
+    return plan_pair(LAYOUT, ParallelShape(tp=sender), ParallelShape(tp=receiver))
+
+
 def play_rank(transport: str, tp: Tp, side: Side, rank: int, link: Connection) -> NoReturn:
     """A rank's process: forms its channels, then takes part in measurements until it is killed."""
-    plan = plan_pair(LAYOUT, *tp)
+    plan = _plan(tp)
     if (side, rank) == ("receiver", 0):
         hosted: Rendezvous = make_rendezvous(transport, HOST, SECRET)  # type: ignore[arg-type]  # raises for a name that is none
         link.send(hosted.address)
@@ -80,9 +85,9 @@ def _dial(connect: Connector, address: str, name: str) -> PairTransport:
 
 def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: Case) -> Callable[[], None]:
     """This rank's part of all chunks."""
-    token_bytes = plan.groups[0].token_bytes
-    head_bytes = plan.head_bytes(CHUNK_BYTES // token_bytes * token_bytes)
-    part_bytes = head_bytes * sum(route.num_heads for route in plan.routes(side, rank))
+    (moved,) = plan.groups
+    element_bytes = moved.element_bytes(CHUNK_BYTES // moved.token_bytes * moved.token_bytes)
+    part_bytes = element_bytes * sum(route.num_elements for route in moved.routes(side, rank))
     buffers = [np.ones(part_bytes, np.uint8) for _ in range(case.in_flight)]
 
     def start(number: int, done: Callable[[str], None]) -> None:
@@ -91,9 +96,9 @@ def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: C
 
         buffer = buffers[number % case.in_flight]
         if side == "sender":
-            channels.send(buffer, head_bytes, over)
+            channels.send(buffer, 0, element_bytes, over)
         else:
-            channels.receive(buffer, head_bytes, over, ignore_posted)
+            channels.receive(buffer, 0, element_bytes, over, ignore_posted)
 
     return lambda: Window(case, start).run()
 
@@ -102,7 +107,7 @@ def _work(channels: RankChannels, plan: PairPlan, side: Side, rank: int, case: C
 def all_ranks(transport: str, tp: Tp) -> Iterator[Measure]:
     """The ranks of a pair, ready to be measured."""
     context = multiprocessing.get_context("spawn")
-    plan = plan_pair(LAYOUT, *tp)
+    plan = _plan(tp)
     with contextlib.ExitStack() as ends:
         links: dict[tuple[Side, int], Connection] = {}
         sides: tuple[Side, Side] = ("receiver", "sender")

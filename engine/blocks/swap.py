@@ -141,7 +141,8 @@ class SwapPool:
 
 def swap_pool(runner: ModelRunner, swap_bytes: int) -> SwapPool:
     """A pool with as many slots as fit into `swap_bytes`."""
-    first, *others = plan_pair(runner.layout, runner.tp, runner.tp).groups  # heads on several ranks are kept by each
+    # Heads on several ranks are kept by each.
+    first, *others = plan_pair(runner.layout, runner.shape, runner.shape).groups
     size = runner.block_size
     slot_tokens = slot_tokens_for(size)
     slot_bytes = max([slot_tokens * first.token_bytes, *(size * other.token_bytes for other in others)])
@@ -162,7 +163,7 @@ class Swapper:
         for piece in swap.pieces:
             buffer = self._buffer(piece.slot)
             table = swap.block_tables[piece.group]
-            self._runner.gather(table, piece.start, piece.end, buffer, self._runner.tp, group=piece.group)
+            self._runner.gather(table, piece.start, piece.end, buffer, self._runner.shape, group=piece.group)
         return self._num_blocks(swap.pieces)
 
     def swap_in(self, swap: SwapIn) -> int:
@@ -170,7 +171,7 @@ class Swapper:
         for piece in swap.pieces:
             buffer = self._buffer(piece.slot)
             table = swap.sequence.table_of(piece.group)
-            self._runner.scatter(table, piece.start, piece.end, buffer, self._runner.tp, group=piece.group)
+            self._runner.scatter(table, piece.start, piece.end, buffer, self._runner.shape, group=piece.group)
         return self._num_blocks(swap.pieces)
 
     def _num_blocks(self, pieces: tuple[Piece, ...]) -> int:

@@ -19,7 +19,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.plan import ModelRunner, ScheduledSequence, StepPlan
 from disagg.engine.request import dummy_sequence
 from disagg.engine.sharding.kv_routes import plan_pair
-from disagg.proto.messages import StepSample
+from disagg.proto.messages import ONE_RANK, StepSample
 
 LIMIT_S = 1.5
 """No step begins after this time: on a slow or busy machine the last ones, which take longest, are left out."""
@@ -154,7 +154,7 @@ def clear_blocks(runner: ModelRunner, plans: Sequence[StepPlan]) -> None:
     that was never written may be faster to read than real KV."""
     num_blocks = max((_num_blocks_used(plan) for plan in plans), default=0)
     piece = -(-CLEARED_TOKENS // runner.block_size)
-    groups = plan_pair(runner.layout, 1, runner.tp).groups
+    groups = plan_pair(runner.layout, ONE_RANK, runner.shape).groups
     zeros = runner.new_staging(piece * runner.block_size * max([group.token_bytes for group in groups]))
     zeros[:] = 0
     for number, pool in enumerate((runner.num_blocks, *runner.window_blocks)):

@@ -189,7 +189,7 @@ class EngineCore:
             self._adapters = Adapters(config.adapters.max_loaded, order_adapter or _order_none, runner.put_adapter)
         self._parked: dict[AttemptKey, tuple[Add | Reserve, Sequence]] = {}
         """What waits for its adapter, as it came."""
-        self._serving = Serving(runner.layout.groups[0].bytes_per_token // runner.tp, runner.block_size)
+        self._serving = Serving(runner.layout.groups[0].bytes_per_token // runner.shape.num_ranks, runner.block_size)
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
         self._landing = Landing()
         self._joined: list[tuple[Sequence, float]] = []
@@ -512,7 +512,7 @@ class EngineCore:
                 start,
                 end,
                 command.data,
-                command.peer_tp,
+                command.peer,
                 digests=command.digest is not None,
                 group=group,
             )
@@ -582,7 +582,7 @@ class EngineCore:
         group = command.group
         try:
             begun = self._runner.start_gather(
-                sequence.table_of(group), start, end, command.out, command.peer_tp, digests=command.digests, group=group
+                sequence.table_of(group), start, end, command.out, command.peer, digests=command.digests, group=group
             )
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]

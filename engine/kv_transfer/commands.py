@@ -96,12 +96,13 @@ class GatherChunk:
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
-    """P: send the first `nbytes` bytes of slot `slot`. Answer: `Sender.on_sent`."""
+    """P: send the first `nbytes` bytes of slot `slot`, which are of a cache group. Answer: `Sender.on_sent`."""
 
     key: AttemptKey
     seq: int
     slot: int
     nbytes: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,13 @@ class ReserveBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveKv:
-    """D: receive `nbytes` bytes into slot `slot`. Answer: `Receiver.on_received`."""
+    """D: receive `nbytes` bytes of a cache group into slot `slot`. Answer: `Receiver.on_received`."""
 
     key: AttemptKey
     seq: int
     slot: int
     nbytes: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ from disagg.engine.kv_transfer.sender import Sender
 from disagg.engine.plan import Buffer
 from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec
+from disagg.proto.messages import ONE_RANK, ParallelShape, SequenceSpec
 
 HERE_ALREADY = "this attempt is here already"
 
@@ -136,15 +136,15 @@ class PairShell(ABC, Generic[M, C]):
     Args:
         half: the half.
         io: what carries out the commands that are not bookkeeping.
-        peer_tp: ranks of the other worker, for the engine's copies.
+        peer: ranks of the other worker, for the engine's copies.
     """
 
     half: PairHalf[Any, M, C]
 
-    def __init__(self, half: PairHalf[Any, M, C], io: PairIo, peer_tp: int) -> None:
+    def __init__(self, half: PairHalf[Any, M, C], io: PairIo, peer: ParallelShape) -> None:
         self.half = half
         self._new_staging = io.new_staging
-        self._peer_tp = peer_tp
+        self._peer = peer
         self._buffers: dict[int, Buffer] = {}
         self._copies: dict[tuple[AttemptKey, int], int] = {}
         """(attempt, chunk) -> bytes that the engine still copies into or out of a staging slot."""
@@ -196,8 +196,8 @@ class SenderShell(PairShell[ReceiverToSender, SenderCommand]):
 
     half: Sender
 
-    def __init__(self, half: Sender, io: SenderIo, peer_tp: int = 1, *, digests: bool = False) -> None:
-        super().__init__(half, io, peer_tp)
+    def __init__(self, half: Sender, io: SenderIo, peer: ParallelShape = ONE_RANK, *, digests: bool = False) -> None:
+        super().__init__(half, io, peer)
         self._io = io
         self._digests = digests
 
@@ -249,7 +249,7 @@ class SenderShell(PairShell[ReceiverToSender, SenderCommand]):
                 case GatherChunk(key, seq, start, end, slot, nbytes, group):
                     self._copies[key, seq] = nbytes
                     out = self.buffer(slot)[:nbytes]
-                    io.post(Gather(key, seq, start, end, out, self._peer_tp, digests=self._digests, group=group))
+                    io.post(Gather(key, seq, start, end, out, self._peer, digests=self._digests, group=group))
                 case SendKv():
                     io.send_kv(command)
                 case StartPrefill(spec):
@@ -274,8 +274,8 @@ class ReceiverShell(PairShell[SenderToReceiver, ReceiverCommand]):
 
     half: Receiver
 
-    def __init__(self, half: Receiver, io: ReceiverIo, peer_tp: int = 1) -> None:
-        super().__init__(half, io, peer_tp)
+    def __init__(self, half: Receiver, io: ReceiverIo, peer: ParallelShape = ONE_RANK) -> None:
+        super().__init__(half, io, peer)
         self._io = io
 
     def cancel(self, key: AttemptKey) -> None:
@@ -317,7 +317,7 @@ class ReceiverShell(PairShell[SenderToReceiver, ReceiverCommand]):
                 case ScatterChunk(key, seq, start, end, slot, nbytes, digest, group):
                     self._copies[key, seq] = nbytes
                     data = self.buffer(slot)[:nbytes]
-                    io.post(Scatter(key, seq, start, end, data, self._peer_tp, digest=digest, group=group))
+                    io.post(Scatter(key, seq, start, end, data, self._peer, digest=digest, group=group))
                 case ReserveBlocks(spec, is_prefix):
                     if io.on_offered(spec, is_prefix=is_prefix):
                         io.post(Reserve(spec, is_prefix))

@@ -191,7 +191,8 @@ class ReceivedChunk:
     def receive(self) -> ReceiveKv:
         """What fills the slot."""
         assert self.slot is not None
-        return ReceiveKv(self.attempt.key, self.header.seq, self.slot, self.header.nbytes)
+        header = self.header
+        return ReceiveKv(self.attempt.key, header.seq, self.slot, header.nbytes, header.group)
 
     def scatter(self, *, digests: bool) -> ScatterChunk:
         """What writes the slot to the cache; with `digests` the device compares what P announced."""

@@ -297,7 +297,7 @@ class SentChunk:
     @property
     def send(self) -> SendKv:
         """The command that sends the slot."""
-        return SendKv(self.attempt.key, self.seq, self.slot, self.nbytes)
+        return SendKv(self.attempt.key, self.seq, self.slot, self.nbytes, self.group)
 
     @property
     def late_checksum(self) -> ChunkSum:

@@ -129,6 +129,11 @@ class PairTransport(Protocol):
         was called."""
         ...
 
+    def of_group(self, group: int) -> PairTransport:
+        """What moves the payloads of a cache group: between several ranks those of each group are cut in other
+        places."""
+        return self
+
     def skip_checksums(self) -> None:
         """Answer the receives that come with any number in place of a checksum: nobody looks at it."""
         return

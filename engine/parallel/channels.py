@@ -1,7 +1,7 @@
 """One rank's byte channels of one pair: one for each rank of the other worker that it shares a slice with.
 
-A payload of the pair is several slices on each rank; they are sent and received together, and one that fails ends all
-channels of the rank, because the others' bytes are of no use without it.
+A payload of the pair, which is of one cache group, is several slices on each rank, or none; they are sent and received
+together, and one that fails ends all channels of the rank, because the others' bytes are of no use without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from disagg.engine.kv_transfer.transport import PairTransport, Posted, TransportError, ignore_posted
 from disagg.engine.plan import Buffer
-from disagg.engine.sharding.kv_routes import PairPlan
+from disagg.engine.sharding.kv_routes import PairPlan, Route
 from disagg.proto.handover import Side
 
 CLOSED = "the pair is closed"
@@ -75,7 +75,7 @@ class RankChannels:
     """The channels of one rank, which send and receive its slices together. Thread-safe.
 
     Args:
-        rank: this one, of the worker on `side` of the pair.
+        rank: the number of this one, of the worker on `side` of the pair.
         open_channel: forms the channel of this name with the other worker's rank; blocks; may raise what
             `Rendezvous.accept` raises.
     """
@@ -83,8 +83,9 @@ class RankChannels:
     def __init__(
         self, plan: PairPlan, side: Side, rank: int, pair_name: str, open_channel: Callable[[str], PairTransport]
     ) -> None:
-        self._routes = plan.routes(side, rank)
-        self._num_heads = sum(route.num_heads for route in self._routes)
+        self._routes = tuple(group.routes(side, rank) for group in plan.groups)
+        """Of each cache group."""
+        self._peers = plan.peers(side, rank)
         self._side: Side = side
         self._rank = rank
         self._pair_name = pair_name
@@ -103,7 +104,7 @@ class RankChannels:
             OSError, RuntimeError: as `open_channel` does.
         """
         try:
-            for peer in sorted({route.peer for route in self._routes}):
+            for peer in self._peers:
                 self._add(peer, self._open_channel(channel_name(self._pair_name, self._side, self._rank, peer)))
         except BaseException:
             self.close()
@@ -124,32 +125,33 @@ class RankChannels:
             channel.close()
             raise TransportError(CLOSED)
 
-    def send(self, buffer: Buffer, head_bytes: int, done: PartDone) -> None:
-        """Send this rank's slices, `head_bytes` bytes of each head, from its part of a staging buffer.
+    def send(self, buffer: Buffer, group: int, element_bytes: int, done: PartDone) -> None:
+        """Send this rank's slices of a payload of a cache group, `element_bytes` bytes of each element, from its part
+        of a staging buffer.
 
         Raises:
             ValueError: if the part is too small.
         """
-        self._check_size(buffer, head_bytes)
-        whole = AllOf(len(self._routes), lambda ok, error, _: done(ok, error, ()), ignore_posted, self._break)
-        for index, channel, piece in self._pieces(buffer, head_bytes, whole):
+        routes = self._checked(buffer, group, element_bytes)
+        whole = AllOf(len(routes), lambda ok, error, _: done(ok, error, ()), ignore_posted, self._break)
+        for index, channel, piece in self._pieces(routes, buffer, element_bytes, whole):
             channel.send(piece, len(piece), _answer(whole, index))
 
-    def receive(self, buffer: Buffer, head_bytes: int, done: PartDone, posted: Posted) -> None:
-        """Receive this rank's slices, `head_bytes` bytes of each head, into its part of a staging buffer. `posted` as
-        in `PairTransport.recv`, when all are.
+    def receive(self, buffer: Buffer, group: int, element_bytes: int, done: PartDone, posted: Posted) -> None:
+        """Receive this rank's slices of a payload of a cache group, `element_bytes` bytes of each element, into its
+        part of a staging buffer. `posted` as in `PairTransport.recv`, when all are.
 
         Raises:
             ValueError: if the part is too small.
         """
-        self._check_size(buffer, head_bytes)
+        routes = self._checked(buffer, group, element_bytes)
         whole = AllOf(
-            len(self._routes),
+            len(routes),
             lambda ok, error, checksums: done(ok, error, tuple(each for of_slice in checksums for each in of_slice)),
             posted,
             self._break,
         )
-        for index, channel, piece in self._pieces(buffer, head_bytes, whole):
+        for index, channel, piece in self._pieces(routes, buffer, element_bytes, whole):
             channel.recv(piece, len(piece), _answer(whole, index), whole.one_posted)
 
     def close(self) -> None:
@@ -169,21 +171,26 @@ class RankChannels:
             self._is_breaking = True
         threading.Thread(target=self.close, name="kv-break", daemon=True).start()
 
-    def _pieces(self, buffer: Buffer, head_bytes: int, whole: AllOf) -> Iterator[tuple[int, PairTransport, Buffer]]:
+    def _pieces(
+        self, routes: tuple[Route, ...], buffer: Buffer, element_bytes: int, whole: AllOf
+    ) -> Iterator[tuple[int, PairTransport, Buffer]]:
         """Number, channel and bytes of each slice; one without a channel is answered here."""
-        for index, route in enumerate(self._routes):
+        for index, route in enumerate(routes):
             with self._lock:
                 channel = None if self._closed else self._channels.get(route.peer)
             if channel is None:
                 whole.one_over(index, False, CLOSED)
             else:
-                first = head_bytes * route.first
-                yield index, channel, buffer[first : first + head_bytes * route.num_heads]
+                first = element_bytes * route.first
+                yield index, channel, buffer[first : first + element_bytes * route.num_elements]
 
-    def _check_size(self, buffer: Buffer, head_bytes: int) -> None:
-        needed = head_bytes * self._num_heads
-        if head_bytes < 0 or len(buffer) < needed:
+    def _checked(self, buffer: Buffer, group: int, element_bytes: int) -> tuple[Route, ...]:
+        """The slices of a group, which the part has room for."""
+        routes = self._routes[group]
+        needed = element_bytes * sum(route.num_elements for route in routes)
+        if element_bytes < 0 or len(buffer) < needed:
             raise ValueError(f"a payload has {needed} bytes on rank {self._rank}, the part has {len(buffer)}")
+        return routes
 
 
 def channel_name(pair_name: str, side: Side, rank: int, peer: int) -> str:

@@ -44,6 +44,7 @@ def make_runner(config: WorkerConfig, shard: Shard = WHOLE, on_stage: OnStage = 
             num_blocks=config.num_blocks or 1024,
             block_size=config.block_size,
             max_model_len=config.max_model_len or 4096,
+            num_layers=config.fake_layers,
             shard=shard,
             adapters=config.adapters,
         )

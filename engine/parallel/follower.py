@@ -31,7 +31,7 @@ from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.parallel.adapters import KeptAdapters
 from disagg.engine.parallel.factories import join_collective, make_runner
 from disagg.engine.parallel.interfaces import RankTransports, ShardRunner
-from disagg.engine.parallel.staging import StagingParts
+from disagg.engine.parallel.staging import StagingParts, own_part
 from disagg.engine.plan import Buffer, is_fatal
 from disagg.engine.rank_messages import (
     Answer,
@@ -106,7 +106,7 @@ def shard_transports(
     """The transports that every rank uses."""
     from disagg.engine.parallel.transport import ShardTransports  # with the libraries that carry bytes
 
-    return ShardTransports(runner.layout, runner.shard, staging, secret)
+    return ShardTransports(runner.layout, runner.shape, runner.shard, staging, secret)
 
 
 class Follower:
@@ -161,7 +161,7 @@ class Follower:
     def _serve(self) -> int:
         runner = self._make_runner(self._config, self._shard)
         runner.checksum = Checksum.of_secret(self._secret)
-        self._staging = StagingParts(runner.new_staging)
+        self._staging = StagingParts(runner.new_staging, own_part(runner))
         self._transports = self._make_transports(self._secret, runner, self._staging)
         join = Join(
             rank=self._shard.number, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
@@ -278,11 +278,9 @@ def _copy(runner: ShardRunner, staging: StagingParts, command: GatherPart | Scat
     try:
         part = staging(command.buffer, command.buffer_bytes)
         if isinstance(command, GatherPart):
-            checksums = tuple(
-                runner.gather_part(table, command.start, command.end, part, command.peer_tp, command.group)
-            )
+            checksums = tuple(runner.gather_part(table, command.start, command.end, part, command.peer, command.group))
             return Done(call=command.call, ok=True, checksums=checksums)
-        runner.scatter_part(table, command.start, command.end, part, command.peer_tp, command.group)
+        runner.scatter_part(table, command.start, command.end, part, command.peer, command.group)
         return Done(call=command.call, ok=True)
     except (ValueError, RuntimeError) as error:
         if is_fatal(error):

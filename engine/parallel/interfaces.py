@@ -21,6 +21,7 @@ from disagg.engine.kv_transfer.transport import Checksum
 from disagg.engine.plan import Buffer, ComputedStep, ModelRunner, QueuedStep, StepPlan, StepResult
 from disagg.engine.rank_messages import Done, RankCall, RankCommand, TransportCommand
 from disagg.engine.sharding.shards import Shard
+from disagg.proto.messages import ParallelShape
 
 if TYPE_CHECKING:
     from disagg.engine.runner.collectives import Collective
@@ -133,11 +134,12 @@ class ShardRunner(ModelRunner, Protocol):
         ...
 
     def gather_part(
-        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer: ParallelShape, group: int = 0
     ) -> list[int]:
-        """Copy this rank's slices of tokens [start, end) into `out`, for a worker of `peer_tp` ranks, one after the
-        other, each in canonical order [layer][k|v][head][token][dim]. The checksum of each, in the order of
-        `head_slices`; none, where other ranks send all that this one holds.
+        """Copy this rank's slices of tokens [start, end) into `out`, for a worker of the shape `peer`, one after
+        the other, each in canonical order [layer][k|v][head][token][dim]. The checksum of each, in the order of the
+        pair's plan; none, where other ranks send all that this one holds, and where its stage has no layer of the
+        group.
 
         Raises:
             ValueError: `out` is too small, or the table does not cover `end`.
@@ -145,9 +147,9 @@ class ShardRunner(ModelRunner, Protocol):
         ...
 
     def scatter_part(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer: ParallelShape, group: int = 0
     ) -> None:
-        """Copy this rank's slices of tokens [start, end) from `data`, which a worker of `peer_tp` ranks sent.
+        """Copy this rank's slices of tokens [start, end) from `data`, which a worker of the shape `peer` sent.
 
         Raises:
             ValueError: `data` is too small, or the table does not cover `end`.

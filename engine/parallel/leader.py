@@ -3,7 +3,8 @@
     run      the batch as arrays ──> `Step` to all; they meet inside the layers, and rank 0 samples
              with stages, steps of prompts are queued: `stage_queue.py`
     gather   `GatherPart` to those that send something, the own part, then all answers
-    scatter  `ScatterPart` to all, the own part, then all answers: the staging slot is used again afterwards
+    scatter  `ScatterPart` to those that receive something, the own part, then all answers: the staging slot is used
+             again afterwards
 
 A step that fails on rank 0 leaves the others inside it, and a copy that fails on another rank means that the ranks are
 no longer consistent. Both end the worker (`on_fault`), besides failing the caller.
@@ -28,7 +29,7 @@ from disagg.engine.parallel.adapters import rank_fault
 from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
 from disagg.engine.parallel.stage_queue import StageQueue
-from disagg.engine.parallel.staging import GroupBuffer
+from disagg.engine.parallel.staging import GroupBuffer, own_part
 from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.rank_messages import (
     Capture,
@@ -43,8 +44,8 @@ from disagg.engine.rank_messages import (
     ScatterPart,
     encode_step,
 )
-from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
-from disagg.proto.messages import Adapter, BufferSize
+from disagg.engine.sharding.kv_routes import PairGroup, plan_pair
+from disagg.proto.messages import ONE_RANK, Adapter, BufferSize, ParallelShape
 
 _CopyCommand = TypeVar("_CopyCommand", GatherPart, ScatterPart)
 
@@ -72,7 +73,7 @@ class GroupRunner(ModelRunner):
         self.fingerprint = local.fingerprint
         self.arithmetic = local.arithmetic
         self.expert_share = local.expert_share
-        self.tp = followers.size
+        self.shape = local.shape
         self.warm_up = local.warm_up
         self.checksum = local.checksum
         self._step_queue: StageQueue | None = None
@@ -123,7 +124,7 @@ class GroupRunner(ModelRunner):
         Raises:
             RankLostError: a follower does not answer, or is lost.
         """
-        ranks = list(range(1, self.tp))
+        ranks = list(range(1, self._followers.size))
         for num_seqs in self._local.capture_sizes:
             answers = _Answers(ranks)
             for rank in ranks:
@@ -145,7 +146,7 @@ class GroupRunner(ModelRunner):
     @override
     def read_adapter(self, adapter: Adapter) -> LoadedAdapter:
         """Each rank reads its own part, all at a time."""
-        ranks = list(range(1, self.tp))
+        ranks = list(range(1, self._followers.size))
         answers = _Answers(ranks)
         for rank in ranks:
             self._followers.call(rank, ReadAdapter(call=0, adapter=adapter), answers.reply_of(rank))
@@ -168,19 +169,13 @@ class GroupRunner(ModelRunner):
     @override
     def new_staging(self, nbytes: int) -> GroupBuffer:
         """May be called on any thread."""
-        buffer = GroupBuffer(
-            next(self._numbers), self._local.new_staging(self._part_bytes(nbytes)), nbytes, self._clear
-        )
+        part = self._local.new_staging(own_part(self._local)(nbytes))
+        buffer = GroupBuffer(next(self._numbers), part, nbytes, self._clear)
         weakref.finalize(buffer, self._freed.append, buffer.number).atexit = False
         return buffer
 
-    def _part_bytes(self, nbytes: int) -> int:
-        """The most that one rank may have of a payload. Heads are divided equally; with fewer heads than ranks, one
-        rank may send, or receive, all that moves of one head."""
-        return -(-nbytes // min(self.tp, *(group.num_heads for group in self.layout.groups)))
-
-    def _clear(self, number: int, part_bytes: int) -> None:
-        self._followers.broadcast(ClearBuffer(buffer=number, buffer_bytes=part_bytes))
+    def _clear(self, number: int, nbytes: int) -> None:
+        self._followers.broadcast(ClearBuffer(buffer=number, buffer_bytes=nbytes))
 
     def _broadcast_freed(self) -> None:
         while self._freed:
@@ -190,58 +185,69 @@ class GroupRunner(ModelRunner):
 
     @override
     def gather(
-        self, block_table: Seq[int], start: int, end: int, out: GroupBuffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: GroupBuffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> int:
         """Checksums are combined in the order of the pair's slices.
 
         Raises:
-            ValueError: the heads cannot be divided among `peer_tp` ranks, `out` is too small, or the table does not
+            ValueError: the model cannot be divided into the shape `peer`, `out` is too small, or the table does not
                 cover `end`.
             RankLostError: a follower could not do its part, or is lost.
         """
-        plan = plan_pair(self.layout, self.tp, peer_tp)
-        command = self._command(GatherPart, plan, block_table, start, end, out, peer_tp, group)
-        senders = plan.ranks("sender")
+        moved = plan_pair(self.layout, self.shape, peer).groups[group]
+        command = self._command(GatherPart, moved, block_table, start, end, out, peer, group)
         checksums = self._copy(
-            [rank for rank in senders if rank != 0],
+            moved.ranks("sender"),
             command,
-            lambda: self._local.gather_part(block_table, start, end, out.local, peer_tp, group) if 0 in senders else (),
+            lambda: self._local.gather_part(block_table, start, end, out.local, peer, group),
         )
-        return self.checksum.combined(plan.in_order("sender", checksums))
+        return self.checksum.combined(moved.in_order("sender", checksums))
 
     @override
     def scatter(
-        self, block_table: Seq[int], start: int, end: int, data: GroupBuffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: GroupBuffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
-        """Each rank copies the heads that it has.
+        """Each rank copies what it has of the group.
 
         Raises:
             ValueError: as `gather`.
             RankLostError: a follower could not do its part, or is lost.
         """
-        plan = plan_pair(self.layout, peer_tp, self.tp)
-        command = self._command(ScatterPart, plan, block_table, start, end, data, peer_tp, group)
+        moved = plan_pair(self.layout, peer, self.shape).groups[group]
+        command = self._command(ScatterPart, moved, block_table, start, end, data, peer, group)
 
         def scatter_own() -> Seq[int]:
-            self._local.scatter_part(block_table, start, end, data.local, peer_tp, group)
+            self._local.scatter_part(block_table, start, end, data.local, peer, group)
             return ()
 
-        self._copy(list(range(1, self.tp)), command, scatter_own)
+        self._copy(moved.ranks("receiver"), command, scatter_own)
 
     def _command(
         self,
         kind: type[_CopyCommand],
-        plan: PairPlan,
+        moved: PairGroup,
         block_table: Seq[int],
         start: int,
         end: int,
         buffer: GroupBuffer,
-        peer_tp: int,
+        peer: ParallelShape,
         group: int,
     ) -> _CopyCommand:
         """An error that every rank would find is raised before any command is sent: a copy that fails on a follower
         ends the worker, not one request."""
-        nbytes = plan.groups[group].token_bytes * (end - start)
+        nbytes = moved.token_bytes * (end - start)
         if buffer.nbytes < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.nbytes}")
         if len(block_table) * self.block_size < end:
@@ -249,26 +255,27 @@ class GroupRunner(ModelRunner):
         return kind(
             call=0,
             buffer=buffer.number,
-            buffer_bytes=buffer.local.nbytes,
+            buffer_bytes=buffer.whole_bytes,
             block_table=np.array(block_table[: -(-end // self.block_size)], dtype="<i4").tobytes(),
             start=start,
             end=end,
-            peer_tp=peer_tp,
+            peer=peer,
             group=group,
         )
 
-    def _copy(self, ranks: list[int], command: RankCall, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
-        """Have `ranks` carry out `command` while rank 0 does its `own` part; the checksums of each rank. Returns, or
-        raises, when no rank copies any more, unless a rank is lost."""
+    def _copy(self, ranks: Seq[int], command: RankCall, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
+        """Have `ranks` carry out `command`, rank 0, where it is one of them, by its `own` part; the checksums of each.
+        Returns, or raises, when no rank copies any more, unless a rank is lost."""
         self._broadcast_freed()
-        answers = _Answers(ranks)
-        for rank in ranks:
+        others = [rank for rank in ranks if rank != 0]
+        answers = _Answers(others)
+        for rank in others:
             self._followers.call(rank, command, answers.reply_of(rank))
         try:
-            own_checksums = own()
+            own_checksums = own() if 0 in ranks else ()
         finally:
-            others = self._wait(answers, ranks)
-        return {0: own_checksums} | others
+            checksums = self._wait(answers, others)
+        return {0: own_checksums} | checksums
 
     def _wait(self, answers: _Answers, ranks: list[int]) -> dict[int, Seq[int]]:
         done = answers.wait(COPY_TIMEOUT_S)

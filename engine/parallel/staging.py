@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from disagg.engine.parallel.interfaces import ShardRunner
 from disagg.engine.plan import Buffer
+from disagg.engine.sharding.kv_routes import part_bytes
 
 
 class GroupBuffer:
@@ -20,8 +22,8 @@ class GroupBuffer:
     def __init__(
         self, number: int, local: Buffer, nbytes: int | None = None, clear: Callable[[int, int], None] | None = None
     ) -> None:
-        """`nbytes` is that of the payload, all ranks together; `clear(number, bytes of a part)` fills the others' parts
-        with zeros."""
+        """`nbytes` is that of the payload, all ranks together; `clear(number, nbytes)` fills the others' parts with
+        zeros."""
         self.number = number
         self.local = local
         """Rank 0's part; always whole, because the division of a payload depends on the peer's ranks."""
@@ -32,6 +34,11 @@ class GroupBuffer:
 
     def __len__(self) -> int:
         return self.nbytes
+
+    @property
+    def whole_bytes(self) -> int:
+        """Size of the buffer that this one is a cut of; its own where it is none."""
+        return self.nbytes if self._whole is None else self._whole.nbytes
 
     def __getitem__(self, where: slice) -> GroupBuffer:
         """Raises:
@@ -52,29 +59,41 @@ class GroupBuffer:
             raise ValueError("a buffer of several ranks can only be filled as a whole, with zeros")
         self.local[:] = 0
         if self._clear is not None:
-            self._clear(self.number, self.local.nbytes)
+            self._clear(self.number, self.nbytes)
+
+
+def own_part(runner: ShardRunner) -> Callable[[int], int]:
+    """How many bytes a rank has of a buffer of so many bytes, all ranks' parts together."""
+    return lambda nbytes: part_bytes(runner.layout, runner.shape, runner.shard.stage, nbytes)
 
 
 class StagingParts:
-    """A follower's parts. Thread-safe."""
+    """A follower's parts. Thread-safe.
 
-    def __init__(self, new_staging: Callable[[int], Buffer]) -> None:
+    Args:
+        new_staging: makes a buffer of so many bytes.
+        part_bytes: of a buffer of so many bytes, all ranks' parts together, how many this rank has.
+    """
+
+    def __init__(self, new_staging: Callable[[int], Buffer], part_bytes: Callable[[int], int]) -> None:
         self._new_staging = new_staging
+        self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._parts: dict[int, Any] = {}
 
     def __call__(self, number: int, nbytes: int) -> Buffer:
-        """The part of buffer `number`, made of `nbytes` bytes at its first use.
+        """The part of buffer `number`, which has `nbytes` bytes with all ranks' parts together; made at its first use.
 
         Raises:
-            ValueError: if it is smaller than that.
+            ValueError: if it is smaller than this rank's part of so many.
         """
+        needed = self._part_bytes(nbytes)
         with self._lock:
             if number not in self._parts:
-                self._parts[number] = self._new_staging(nbytes)
+                self._parts[number] = self._new_staging(needed)
             part = self._parts[number]
-        if part.nbytes < nbytes:
-            raise ValueError(f"the part of staging buffer {number} has {part.nbytes} bytes, not {nbytes}")
+        if part.nbytes < needed:
+            raise ValueError(f"the part of staging buffer {number} has {part.nbytes} bytes, not {needed}")
         return part
 
     def free(self, number: int) -> None:

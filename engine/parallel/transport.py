@@ -1,4 +1,4 @@
-"""KV between workers of different width: a pair's byte channel over all ranks of a worker.
+"""KV between workers of different shapes: a pair's byte channel over all ranks of a worker.
 
     rank 0      GroupTransport    what a link uses as the pair's `PairTransport`; has rank 0's channels itself, and
                                   gives commands to the other ranks
@@ -41,10 +41,10 @@ from disagg.engine.parallel.channels import CLOSED, AllOf, Checksums, RankChanne
 from disagg.engine.parallel.interfaces import Followers, RankTransports, Reply
 from disagg.engine.plan import Buffer
 from disagg.engine.rank_messages import ClosePair, OpenPair, ReceivePart, SendPart, TransportCommand
-from disagg.engine.sharding.kv_routes import PairPlan, plan_pair
+from disagg.engine.sharding.kv_routes import PairGroup, PairPlan, plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import KvLayout, ParallelShape
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ class PairEnd:
     checksum: Checksum
 
     @property
-    def peer_tp(self) -> int:
+    def peer(self) -> ParallelShape:
         """Ranks of the other worker."""
-        return self.plan.receiver_tp if self.side == "sender" else self.plan.sender_tp
+        return self.plan.receiver if self.side == "sender" else self.plan.sender
 
 
 def form_pair(end: PairEnd, open_channel: OpenChannel, followers: Followers) -> PairTransport:
@@ -80,7 +80,7 @@ def form_pair(end: PairEnd, open_channel: OpenChannel, followers: Followers) -> 
         TransportError: if the peer does not come in time, or a channel cannot be made.
         OSError, RuntimeError: as `open_channel` does.
     """
-    if end.plan.sender_tp == end.plan.receiver_tp == 1:
+    if end.plan.sender.num_ranks == end.plan.receiver.num_ranks == 1:
         return open_channel(end.pair_name)
     transport = GroupTransport(end, open_channel, followers)
     transport.open()
@@ -91,7 +91,8 @@ class GroupTransport(PairTransport):
     """A `PairTransport` over all ranks of a worker, of which this process is rank 0. With one rank here and several
     there, it has channels of its own only.
 
-    Buffers are a `GroupBuffer` (`number`, and rank 0's part as `local`), with one rank a plain one.
+    Buffers are a `GroupBuffer` (`number`, and rank 0's part as `local`), with one rank a plain one. Itself it moves
+    payloads of the first cache group, and `of_group` those of each.
     """
 
     def __init__(self, end: PairEnd, open_channel: OpenChannel, followers: Followers) -> None:
@@ -99,7 +100,7 @@ class GroupTransport(PairTransport):
         self._checksum = end.checksum
         self._followers = followers
         self._others = [rank for rank in end.plan.ranks(end.side) if rank != 0]
-        """Other ranks with something to send or receive."""
+        """Other ranks with something to send or receive, of some cache group."""
         self._channels = RankChannels(end.plan, end.side, 0, end.pair_name, open_channel)
         self._lock = threading.Lock()
         self._closed = False
@@ -136,7 +137,7 @@ class GroupTransport(PairTransport):
             call=0,
             pair_name=end.pair_name,
             side=end.side,
-            peer_tp=end.peer_tp,
+            peer=end.peer,
             transport=end.transport,
             host=end.host,
             store_address=end.store_address,
@@ -182,57 +183,104 @@ class GroupTransport(PairTransport):
     # ------------------------------------------------------------ bytes
 
     @override
+    def of_group(self, group: int) -> PairTransport:
+        return _GroupPayloads(self, group)
+
+    @override
     def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
         """`nbytes` of all ranks together."""
-        whole = self._new_operation(lambda ok, error, _: done(ok, error), ignore_posted)
-        head_bytes = self._end.plan.head_bytes(nbytes)
-        for index, rank in enumerate(self._others, start=1):
-            command = SendPart(
-                call=0,
-                pair_name=self._end.pair_name,
-                buffer=buffer.number,
-                buffer_bytes=buffer.local.nbytes,
-                head_bytes=head_bytes,
-            )
-            self._followers.call(rank, command, _answer(whole, index, rank))
-        self._channels.send(self._local(buffer), head_bytes, _local_answer(whole))
+        self.send_of(0, buffer, nbytes, done)
 
     @override
     def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
         """`nbytes` of all ranks together. `posted` mostly comes later, from another thread."""
+        self.recv_of(0, buffer, nbytes, done, posted)
+
+    def send_of(self, group: int, buffer: Buffer, nbytes: int, done: Done) -> None:
+        """`send` a payload of a cache group."""
+        moved = self._end.plan.groups[group]
+        others = self._others_of(moved)
+        whole = AllOf(1 + len(others), lambda ok, error, _: done(ok, error), ignore_posted, self._break)
+        element_bytes = moved.element_bytes(nbytes)
+        for index, rank in enumerate(others, start=1):
+            command = SendPart(
+                call=0,
+                pair_name=self._end.pair_name,
+                buffer=buffer.number,
+                buffer_bytes=buffer.whole_bytes,
+                group=group,
+                element_bytes=element_bytes,
+            )
+            self._followers.call(rank, command, _answer(whole, index, rank))
+        self._channels.send(self._local(buffer), group, element_bytes, _local_answer(whole))
+
+    def recv_of(self, group: int, buffer: Buffer, nbytes: int, done: Received, posted: Posted) -> None:
+        """`recv` a payload of a cache group."""
+        moved = self._end.plan.groups[group]
+        others = self._others_of(moved)
 
         def over(ok: bool, error: str, checksums: list[Checksums]) -> None:
-            done(*self._received(ok, error, checksums))
+            done(*self._received(moved, ok, error, dict(zip((0, *others), checksums, strict=True))))
 
-        whole = self._new_operation(over, posted)
-        head_bytes = self._end.plan.head_bytes(nbytes)
-        for index, rank in enumerate(self._others, start=1):
+        whole = AllOf(1 + len(others), over, posted, self._break)
+        element_bytes = moved.element_bytes(nbytes)
+        for index, rank in enumerate(others, start=1):
             command = ReceivePart(
                 call=0,
                 pair_name=self._end.pair_name,
                 buffer=buffer.number,
-                buffer_bytes=buffer.local.nbytes,
-                head_bytes=head_bytes,
+                buffer_bytes=buffer.whole_bytes,
+                group=group,
+                element_bytes=element_bytes,
             )
             self._followers.call(rank, command, _answer(whole, index, rank), whole.one_posted)
-        self._channels.receive(self._local(buffer), head_bytes, _local_answer(whole), whole.one_posted)
+        self._channels.receive(self._local(buffer), group, element_bytes, _local_answer(whole), whole.one_posted)
 
-    def _received(self, ok: bool, error: str, checksums: list[Checksums]) -> tuple[bool, str, int]:
+    def _received(self, moved: PairGroup, ok: bool, error: str, of_rank: dict[int, Checksums]) -> tuple[bool, str, int]:
         if not ok:
             return False, error, 0
-        of_rank = dict(zip((0, *self._others), checksums, strict=True))
         try:
-            return True, "", self._checksum.combined(self._end.plan.in_order(self._end.side, of_rank))
+            return True, "", self._checksum.combined(moved.in_order(self._end.side, of_rank))
         except ValueError as fault:
             logger.error("%s: %s", self._end.pair_name, fault)
             return False, str(fault), 0
 
-    def _new_operation(self, over: Callable[[bool, str, list[Checksums]], None], posted: Posted) -> AllOf:
-        """Rank 0's part is number 0."""
-        return AllOf(1 + len(self._others), over, posted, self._break)
+    def _others_of(self, moved: PairGroup) -> list[int]:
+        """The other ranks with something of a cache group. Rank 0's part, which may be empty, is number 0 of an
+        operation, and theirs follow."""
+        return [rank for rank in moved.ranks(self._end.side) if rank != 0]
 
     def _local(self, buffer: Buffer) -> Buffer:
         return buffer.local if self._followers.size > 1 else buffer
+
+
+class _GroupPayloads(PairTransport):
+    """A `GroupTransport` for the payloads of one cache group."""
+
+    def __init__(self, whole: GroupTransport, group: int) -> None:
+        self._whole = whole
+        self._group = group
+
+    @property
+    @override
+    def name(self) -> str:
+        return self._whole.name
+
+    @override
+    def of_group(self, group: int) -> PairTransport:
+        return self._whole.of_group(group)
+
+    @override
+    def send(self, buffer: Buffer, nbytes: int, done: Done) -> None:
+        self._whole.send_of(self._group, buffer, nbytes, done)
+
+    @override
+    def recv(self, buffer: Buffer, nbytes: int, done: Received, posted: Posted = ignore_posted) -> None:
+        self._whole.recv_of(self._group, buffer, nbytes, done, posted)
+
+    @override
+    def close(self) -> None:
+        self._whole.close()
 
 
 def _answer(whole: AllOf, index: int, rank: int) -> Reply:
@@ -273,15 +321,22 @@ class ShardTransports(RankTransports):
 
     Args:
         layout: of the whole model.
-        shard: which rank of which worker this is.
-        staging: (number, bytes) -> this rank's part of that staging buffer, which has at least so many.
+        shape: of the worker.
+        shard: which rank of it this is.
+        staging: (number, bytes) -> this rank's part of that staging buffer, which has so many bytes with all ranks'.
         secret: the cluster's.
     """
 
     def __init__(
-        self, layout: KvLayout, shard: Shard, staging: Callable[[int, int], Buffer], secret: ClusterSecret
+        self,
+        layout: KvLayout,
+        shape: ParallelShape,
+        shard: Shard,
+        staging: Callable[[int, int], Buffer],
+        secret: ClusterSecret,
     ) -> None:
         self._layout = layout
+        self._shape = shape
         self._shard = shard
         self._staging = staging
         self._secret = secret
@@ -316,11 +371,11 @@ class ShardTransports(RankTransports):
     # ------------------------------------------------------------ commands
 
     def _open(self, command: OpenPair, reply: Reply) -> None:
-        own_tp, side = self._shard.size, command.side
-        plan = plan_pair(self._layout, *((own_tp, command.peer_tp) if side == "sender" else (command.peer_tp, own_tp)))
+        own, side = self._shape, command.side
+        plan = plan_pair(self._layout, *((own, command.peer) if side == "sender" else (command.peer, own)))
         connect = make_connector(command.transport, command.host, self._secret, side)
         channels = RankChannels(
-            plan, side, self._shard.rank, command.pair_name, lambda name: connect(name, command.store_address)
+            plan, side, self._shard.number, command.pair_name, lambda name: connect(name, command.store_address)
         )
         pair = _Pair(channels, _OpenReply(command.call, reply))
         with self._lock:
@@ -345,7 +400,8 @@ class ShardTransports(RankTransports):
         if pair is None:
             done(False, CLOSED, ())
         else:
-            pair.channels.send(self._staging(command.buffer, command.buffer_bytes), command.head_bytes, done)
+            part = self._staging(command.buffer, command.buffer_bytes)
+            pair.channels.send(part, command.group, command.element_bytes, done)
 
     def _receive(self, command: ReceivePart, reply: Reply, on_posted: Posted) -> None:
         done, pair = _part_done(command.call, reply), self._find(command.pair_name)
@@ -353,7 +409,7 @@ class ShardTransports(RankTransports):
             done(False, CLOSED, ())
         else:
             part = self._staging(command.buffer, command.buffer_bytes)
-            pair.channels.receive(part, command.head_bytes, done, on_posted)
+            pair.channels.receive(part, command.group, command.element_bytes, done, on_posted)
 
     def _close(self, command: ClosePair, reply: Reply) -> None:
         with self._lock:

@@ -76,6 +76,7 @@ from disagg.engine.runner.token_masks import TokenMasks
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import WHOLE, Shard
+from disagg.engine.sharding.stages import stage_ends
 from disagg.engine.start_stages import OnStage, no_stages
 from disagg.kernels.attention import AttentionProvider
 from disagg.kernels.attention_choice import ProviderError, choose
@@ -83,7 +84,7 @@ from disagg.kernels.cuda_graph import bucket_sizes
 from disagg.kernels.dispatch import arithmetic, describe, draws_on, set_num_threads
 from disagg.kernels.prefill_work import MIN_PIECE_TOKENS
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import Adapter, BufferSize, KvLayout
+from disagg.proto.messages import ONE_RANK, Adapter, BufferSize, KvLayout, ParallelShape
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,8 @@ class TorchModelRunner(ShardRunner):
         rank_model(model, shard)  # refused before any weight is read, as is the attention
         # Of all layers, so that the ranks of all stages have the same.
         self._attention = _attention_of(config, rank_model(model, shard.in_stage), self._device)
-        self.tp = shard.size
+        ends = stage_ends(model, shard.stages) if shard.stages > 1 else ()
+        self.shape = ParallelShape(tp=shard.size, stage_ends=ends)
         self.arithmetic = _arithmetic(config, self._dtype, self._device, shard.size)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
@@ -192,6 +194,7 @@ class TorchModelRunner(ShardRunner):
             self.shard,
             self._draft_layout,
             self._limits,
+            self.shape.stage_ends,
         )
         self.window_blocks = self._window_blocks(self.num_blocks)
         self.max_model_len = _max_model_len(self.model_config, config, self.num_blocks * config.block_size)
@@ -251,6 +254,7 @@ class TorchModelRunner(ShardRunner):
             self.shard,
             self._host_staging,
             pools,
+            stage_ends=self.shape.stage_ends,
         )
         ropes = RopeTables(self.model_config, self.max_model_len, self._dtype, self._device)
         loras = None if self._adapters is None else self._adapters.layers
@@ -461,14 +465,22 @@ class TorchModelRunner(ShardRunner):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
+    def gather(
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
+    ) -> int:
         """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
         worker of one rank.
 
         Raises:
             ValueError: as `gather_part`.
         """
-        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer_tp, group))
+        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer, group))
 
     @override
     def start_gather(
@@ -477,28 +489,34 @@ class TorchModelRunner(ShardRunner):
         start: int,
         end: int,
         out: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
     ) -> Copying | int:
         """As `gather`. On a device without waiting for it."""
         if self._device.type == "cpu" and self._host_staging is None:
-            return self.gather(block_table, start, end, out, peer_tp, group)
+            return self.gather(block_table, start, end, out, peer, group)
         return self._cache.start_gather(
-            block_table, start, end, _as_tensor(out), peer_tp, self.checksum, digests=digests, group=group
+            block_table, start, end, _as_tensor(out), peer, self.checksum, digests=digests, group=group
         )
 
     @override
     def scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         """The reverse of `gather`.
 
         Raises:
             ValueError: as `scatter_part`.
         """
-        self.scatter_part(block_table, start, end, data, peer_tp, group)
+        self.scatter_part(block_table, start, end, data, peer, group)
 
     @override
     def start_scatter(
@@ -507,28 +525,28 @@ class TorchModelRunner(ShardRunner):
         start: int,
         end: int,
         data: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
     ) -> Copying | None:
         checksum = self.checksum if digests else None
-        sums = self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer_tp, checksum, group=group)
+        sums = self._cache.scatter_part(block_table, start, end, _as_tensor(data), peer, checksum, group=group)
         if self._device.type == "cpu" and sums is None:
             return None
         return _Reading(data, sums, self.checksum, pinned=self._device.type == "cuda")
 
     @override
     def gather_part(
-        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int, group: int = 0
+        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer: ParallelShape, group: int = 0
     ) -> list[int]:
-        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer_tp, self.checksum, group=group)
+        return self._cache.gather_part(block_table, start, end, _as_tensor(out), peer, self.checksum, group=group)
 
     @override
     def scatter_part(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int, group: int = 0
+        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer: ParallelShape, group: int = 0
     ) -> None:
-        copying = TorchModelRunner.start_scatter(self, block_table, start, end, data, peer_tp, group=group)
+        copying = TorchModelRunner.start_scatter(self, block_table, start, end, data, peer, group=group)
         if copying is not None:
             copying.wait()
 
@@ -603,7 +621,7 @@ def _warm_up_of(device: torch.device, shard: Shard, config: WorkerConfig) -> War
 
 def _warm_up_copies(runner: ModelRunner) -> None:
     """The KV of one token of block 0, out and back."""
-    buffer = runner.new_staging(plan_pair(runner.layout, runner.tp, 1).groups[0].token_bytes)
+    buffer = runner.new_staging(plan_pair(runner.layout, runner.shape, ONE_RANK).groups[0].token_bytes)
     runner.gather([0], 0, 1, buffer)
     runner.scatter([0], 0, 1, buffer)
     if runner.digests:

@@ -215,9 +215,9 @@ def open_tier_disk(
     if config.tiers is None or config.tiers.disk is None or len(runner.layout.groups) > 1:
         return None
     disk = config.tiers.disk
-    num_bytes = extent_bytes(runner.layout, runner.tp)
+    num_bytes = extent_bytes(runner.layout, runner.shape.tp)
     computed = f"{runner.fingerprint} {runner.arithmetic}"
-    format_ = extent_format(computed, runner.layout, runner.tp, num_bytes, secret)
+    format_ = extent_format(computed, runner.layout, runner.shape.tp, num_bytes, secret)
     files = ExtentFiles(Path(disk.path), format_, is_shared=disk.shared)
     files.open(LOCK_WAIT_S)
     return TierDisk(wrap_files(files), disk.bytes // num_bytes, is_shared=disk.shared)

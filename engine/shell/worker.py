@@ -309,7 +309,8 @@ class Worker:
             max_num_seqs=config.num_places,
             token_budget=config.token_budget,
             max_model_len=self._max_model_len,
-            tp=runner.tp,
+            tp=runner.shape.tp,
+            stage_ends=runner.shape.stage_ends,
             calibration=self._calibration,
             decode_reserve_tokens=config.decode_reserve_tokens,
             watermark_blocks=config.watermark_blocks(runner.num_blocks),
@@ -330,7 +331,7 @@ class Worker:
             return []
         buffers = [BufferSize("tier_host", tiers.host_bytes)] if tiers.host_bytes else []
         if tiers.disk is not None:
-            buffers.append(BufferSize("tier_staging", staging_bytes(self._runner.layout, self._runner.tp)))
+            buffers.append(BufferSize("tier_staging", staging_bytes(self._runner.layout, self._runner.shape.tp)))
         return buffers
 
     async def _tick_forever(self) -> None:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from disagg.engine.config import TierOptions
 from disagg.engine.sharding.kv_routes import plan_pair
-from disagg.proto.messages import EXTENT_TOKENS, KvLayout
+from disagg.proto.messages import EXTENT_TOKENS, KvLayout, ParallelShape
 
 MAX_STAGING = 8
 """Buffers, of an extent each, between blocks and files."""
 
 
 def extent_bytes(layout: KvLayout, tp: int) -> int:
-    """Bytes of an extent of a worker of `tp` ranks."""
-    return EXTENT_TOKENS * plan_pair(layout, tp, tp).groups[0].token_bytes
+    """Bytes of an extent of a worker of stages of `tp` ranks, all ranks together; how many stages changes nothing."""
+    shape = ParallelShape(tp=tp)
+    return EXTENT_TOKENS * plan_pair(layout, shape, shape).groups[0].token_bytes
 
 
 def staging_bytes(layout: KvLayout, tp: int) -> int:

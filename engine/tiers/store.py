@@ -482,7 +482,7 @@ class TierStore:
 
     def _gather(self, blocks: Seq[int], out: Buffer) -> bool:
         try:
-            self._runner.gather(blocks, 0, EXTENT_TOKENS, out, self._runner.tp)
+            self._runner.gather(blocks, 0, EXTENT_TOKENS, out, self._runner.shape)
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -493,7 +493,7 @@ class TierStore:
     def _scatter(self, block_table: Seq[int], index: int, data: Buffer) -> bool:
         start = index * EXTENT_TOKENS
         try:
-            self._runner.scatter(block_table, start, start + EXTENT_TOKENS, data, self._runner.tp)
+            self._runner.scatter(block_table, start, start + EXTENT_TOKENS, data, self._runner.shape)
         except Exception as error:
             if is_fatal(error):
                 raise

@@ -52,9 +52,9 @@ def check_tiers(options: TierOptions, runner: ModelRunner, max_model_len: int, p
         raise ConfigError(f"{path}: models with windows have none; it has {len(runner.layout.groups)} cache groups")
     if EXTENT_TOKENS % runner.block_size:
         raise ConfigError(f"{path}: need a block_size that divides {EXTENT_TOKENS}, not {runner.block_size}")
-    if options.disk is not None and runner.tp > 1:
-        raise ConfigError(f"{path}.disk: is for workers of one rank, not of {runner.tp}")
-    needed = tier_bytes_needed(runner.layout, runner.tp, max_model_len)
+    if options.disk is not None and runner.shape.num_ranks > 1:
+        raise ConfigError(f"{path}.disk: is for workers of one rank, not of {runner.shape.num_ranks}")
+    needed = tier_bytes_needed(runner.layout, runner.shape.tp, max_model_len)
     for name, size in tier_sizes(options):
         if 0 < size < needed:
             raise ConfigError(f"{path}.{name}: {size} is less than the KV of max_model_len {max_model_len}, {needed}")
@@ -88,7 +88,7 @@ class Tiers:
         assert options is not None, "a worker without tiers"
         check_tiers(options, runner, scheduler.max_model_len)
         self._scheduler = scheduler
-        self._extent_bytes = extent_bytes(runner.layout, runner.tp)
+        self._extent_bytes = extent_bytes(runner.layout, runner.shape.tp)
         self._store = TierStore(
             runner,
             extent_bytes=self._extent_bytes,

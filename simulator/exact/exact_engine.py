@@ -117,7 +117,7 @@ class ExactEngine(ABC):
         self._runner = runner
         self._folder: TierFolder | None = None
         if config.tiers is not None and config.tiers.disk is not None:
-            most = config.tiers.disk.bytes // extent_bytes(runner.layout, runner.tp)
+            most = config.tiers.disk.bytes // extent_bytes(runner.layout, runner.shape.tp)
             self._folder = TierFolder(world.loop, world.tier_times, files, most, self.post)
         self.core = EngineCore(
             runner, config=config, calibration=calibration, tier_parts=TierParts(self._copy_clock, self._folder)

@@ -23,7 +23,7 @@ from disagg.engine.plan import Buffer
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.handover import Failure, ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import SequenceSpec, WorkerInfo
+from disagg.proto.messages import ONE_RANK, SequenceSpec, WorkerInfo
 from disagg.simulator.world.surroundings import Surroundings
 
 
@@ -145,7 +145,7 @@ class Pair:
         self._to_send: deque[SendKv] = deque()
         """The queued payloads; the first one is on its way."""
         now, ours, theirs = world.loop.now, prefill.config, decode.config
-        groups = plan_pair(prefill.info.kv_layout, 1, 1).groups
+        groups = plan_pair(prefill.info.kv_layout, ONE_RANK, ONE_RANK).groups
         sender = Sender(
             now,
             groups=groups,

@@ -18,7 +18,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate
 from disagg.engine.plan import Buffer, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.request import Sequence
-from disagg.proto.messages import KvLayout, StepSample
+from disagg.proto.messages import ONE_RANK, KvLayout, ParallelShape, StepSample
 from disagg.simulator.world.prompts import VOCAB_SIZE
 from disagg.simulator.world.surroundings import Answers
 from disagg.step_times.interface import StepTimes, StepWork
@@ -29,7 +29,6 @@ class TimedRunner(ModelRunner):
 
     fingerprint = "simulated"
     step_queue: StepQueue | None = None
-    tp = 1
 
     def __init__(
         self,
@@ -109,14 +108,28 @@ class TimedRunner(ModelRunner):
         return self._memory[nbytes]
 
     @override
-    def gather(self, block_table: Seq[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0) -> int:
+    def gather(
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
+    ) -> int:
         """Count the bytes that are copied out of the cache."""
         self._count(self._num_bytes(end - start, group), out)
         return 0
 
     @override
     def scatter(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         """Count the bytes that are copied into the cache."""
         self._count(self._num_bytes(end - start, group), data)

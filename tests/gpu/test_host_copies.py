@@ -11,7 +11,7 @@ from disagg.engine.runner.model import host_staging
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import ONE_RANK, KvLayout
 from tests.support.secret import checksum as keyed
 
 LAYOUT = KvLayout.dense(num_layers=4, num_kv_heads=2, head_dim=64, dtype="float32", bytes_per_token=4 * 2 * 2 * 64 * 4)
@@ -52,7 +52,7 @@ def test_copies_that_nobody_waits_for_keep_their_bytes_apart(device: torch.devic
     for part, (start, end), out in zip(parts, ranges, buffers, strict=True):
         part.wait()
         wanted = torch.zeros(nbytes, dtype=torch.uint8)
-        plain.gather_part(TABLE, start, end, wanted, 1)
+        plain.gather_part(TABLE, start, end, wanted, ONE_RANK)
         assert torch.equal(out, wanted)
         assert part.checksum() == (digest(wanted, keyed) if digests else keyed(wanted))
 
@@ -67,7 +67,7 @@ def test_what_arrives_has_the_digest_of_what_left_and_a_buffer_is_read_when_its_
     keep_busy(device)
     for start in (0, CHUNK_TOKENS):
         buffer.copy_(content)
-        sums = cache.scatter_part(TABLE, start, start + CHUNK_TOKENS, buffer, 1, keyed)
+        sums = cache.scatter_part(TABLE, start, start + CHUNK_TOKENS, buffer, ONE_RANK, keyed)
         assert sums is not None
         sums, mark = sums.to_host(), Mark(pinned=device.type == "cuda")
         mark.set()
@@ -76,5 +76,5 @@ def test_what_arrives_has_the_digest_of_what_left_and_a_buffer_is_read_when_its_
         assert sums.digests(keyed) == [digest(content, keyed)]
     for start in (0, CHUNK_TOKENS):
         out = torch.from_numpy(staging.new_buffer(nbytes))
-        cache.gather_part(TABLE, start, start + CHUNK_TOKENS, out, 1)
+        cache.gather_part(TABLE, start, start + CHUNK_TOKENS, out, ONE_RANK)
         assert torch.equal(out, content)

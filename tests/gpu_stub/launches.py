@@ -39,6 +39,7 @@ from disagg.engine.runner.model.parameters import allocate_parameters
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.kernels import dispatch
 from disagg.kernels.triton import fp8_rows
+from disagg.proto.messages import ParallelShape
 from tests.gpu_stub.driver import Launches, install
 from tests.support.triton_compile import resources
 
@@ -193,8 +194,8 @@ def launch_model(
 
         def copy(peer_tp: int = peer_tp, staged: torch.Tensor = staged) -> None:
             for group in range(1 + windows):
-                cache.gather_part([3, 1], 5, 37, staged, peer_tp, group=group)
-                cache.scatter_part([3, 1], 5, 37, staged, peer_tp, group=group)
+                cache.gather_part([3, 1], 5, 37, staged, ParallelShape(tp=peer_tp), group=group)
+                cache.scatter_part([3, 1], 5, 37, staged, ParallelShape(tp=peer_tp), group=group)
 
         found.steps[f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] = launches.of(copy)
 

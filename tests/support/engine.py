@@ -20,7 +20,7 @@ from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
-from disagg.proto.messages import RoleName, Sampling, SequenceSpec, Targets, TokenLogprobs
+from disagg.proto.messages import ONE_RANK, ParallelShape, RoleName, Sampling, SequenceSpec, Targets, TokenLogprobs
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 
 VOCAB_SIZE = 1000
@@ -194,16 +194,28 @@ class FailingRunner(FakeModelRunner):
         return super().run(plan)
 
     def gather(
-        self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> int:
         self._fail_if_told("gather")
-        return super().gather(block_table, start, end, out, peer_tp, group)
+        return super().gather(block_table, start, end, out, peer, group)
 
     def scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         self._fail_if_told("scatter")
-        super().scatter(block_table, start, end, data, peer_tp, group)
+        super().scatter(block_table, start, end, data, peer, group)
 
     def _fail_if_told(self, operation: str) -> None:
         if operation in self.failing:

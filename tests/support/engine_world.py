@@ -21,7 +21,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, StepPlan, StepResult
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
-from disagg.proto.messages import Dispatch, Load, SequenceSpec, StepUpdate
+from disagg.proto.messages import ONE_RANK, Dispatch, Load, ParallelShape, SequenceSpec, StepUpdate
 from disagg.router.api import RoutedRequest
 from disagg.router.config import RouterConfig
 from disagg.router.queueing.tenants import Tenants
@@ -53,7 +53,13 @@ class QuickRunner(FakeModelRunner):
         return StepResult([TOKEN] * sum(entry.samples for entry in plan.entries))
 
     def scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         """There is no KV."""
 

@@ -27,13 +27,13 @@ from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.handover import ReceiverToSender, SenderToReceiver
 from disagg.proto.ids import AttemptKey, GatewayId, Incarnation, RequestId, WorkerId
-from disagg.proto.messages import Fetched, FetchFrom, PeerRef, Sampling, SequenceSpec
+from disagg.proto.messages import ONE_RANK, Fetched, FetchFrom, PeerRef, Sampling, SequenceSpec
 from disagg.proto.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 from tests.support.pair_ends import CheckedReceiver, CheckedSender
 
 BYTES_PER_TOKEN = 8
 """Of the fake model, in each cache group."""
-ONE_GROUP = plan_pair(FakeModelRunner(1, 16, 16).layout, 1, 1).groups
+ONE_GROUP = plan_pair(FakeModelRunner(1, 16, 16).layout, ONE_RANK, ONE_RANK).groups
 """What its pairs move."""
 ROOT = root_hash("fake")
 Message = SenderToReceiver | ReceiverToSender
@@ -161,7 +161,7 @@ class WorkerPair:
         self.credits = credits
         self.tampers = {way: tampers.get(way, tamper or _unchanged) for way in ("to_d", "to_p")}
         self.windows = tuple(window for window, _ in windows)
-        self.groups = plan_pair(FakeModelRunner(1, 16, 16, windows=windows).layout, 1, 1).groups
+        self.groups = plan_pair(FakeModelRunner(1, 16, 16, windows=windows).layout, ONE_RANK, ONE_RANK).groups
         self.p = Side("p", token_budget, num_blocks=p_blocks, windows=windows)
         self.d = Side("d", token_budget, num_blocks=d_blocks, windows=windows)
         self.wire = Wire()

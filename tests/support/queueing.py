@@ -28,6 +28,7 @@ from disagg.engine.plan import (
 )
 from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState, WindowTable
+from disagg.proto.messages import ONE_RANK, ParallelShape
 from tests.support.engine import BLOCK, VOCAB_SIZE
 
 
@@ -140,18 +141,30 @@ class QueueingRunner(FakeModelRunner):
 
     @override
     def gather(
-        self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> int:
         """Waits for queued steps, since the checksum is computed on the host."""
         self.wait_for_device()
-        return super().gather(block_table, start, end, out, peer_tp, group)
+        return super().gather(block_table, start, end, out, peer, group)
 
     @override
     def scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         """Waits for it and the steps before it."""
-        self.start_scatter(block_table, start, end, data, peer_tp, group=group)
+        self.start_scatter(block_table, start, end, data, peer, group=group)
         self.wait_for_device()
 
     @override
@@ -161,7 +174,7 @@ class QueueingRunner(FakeModelRunner):
         start: int,
         end: int,
         data: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
@@ -170,7 +183,7 @@ class QueueingRunner(FakeModelRunner):
         table, copying = list(block_table), HostCopying(self.wait_for_device)
 
         def copy() -> None:
-            super(QueueingRunner, self).scatter(table, start, end, data, peer_tp, group)
+            super(QueueingRunner, self).scatter(table, start, end, data, peer, group)
             copying.data, copying.done = data.copy() if digests else None, True
 
         self._queue.append(copy)

@@ -3,7 +3,7 @@
 with fake_group(size=4, num_kv_heads=2) as group:      rank 0's runner, and real `Follower`s on threads
     group.runner.run(plan)
 with rank_group(runners, num_blocks) as group:         the same of any runners
-carry(plan, nbytes, sent, received)                    a payload from the ranks of one group to those of another
+carry(moved, nbytes, sent, received)                   a payload from the ranks of one group to those of another
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from disagg.engine.parallel.leader import GroupRunner
 from disagg.engine.parallel.staging import GroupBuffer
 from disagg.engine.plan import Buffer
 from disagg.engine.rank_messages import Begin, Done, ReceivePart, TransportCommand
-from disagg.engine.sharding.kv_routes import PairPlan
+from disagg.engine.sharding.kv_routes import PairGroup
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.messages import MAX_FRAME_BYTES, encode
 from tests.support.engine import VOCAB_SIZE
@@ -127,7 +127,9 @@ class Rank(Generic[R]):
 
 def start_rank(runner: R, connection: MemoryConnection, grace_s: float = WAIT_S, **changes: Any) -> Rank[R]:
     """A follower with this runner on one end of a connection; `changes` are arguments of `Follower`."""
-    config = WorkerConfig(worker_id="test-0", roles=("decode",), model_path="fake", tp=runner.shard.size)
+    config = WorkerConfig(
+        worker_id="test-0", roles=("decode",), model_path="fake", tp=runner.shard.size, pp=runner.shard.stages
+    )
     transports = NoTransports()
 
     def make_transports(_: ClusterSecret, __: ShardRunner, ___: Callable[[int, int], Buffer]) -> RankTransports:
@@ -164,7 +166,7 @@ class RankGroup(Generic[R]):
         if rank == 0:
             return buffer.local
         staging: Any = self.ranks[rank - 1].follower._staging
-        return staging(buffer.number, buffer.local.nbytes)
+        return staging(buffer.number, buffer.whole_bytes)
 
 
 FakeGroup = RankGroup[FakeModelRunner]
@@ -202,24 +204,30 @@ def fake_group(
     num_blocks: int = 10,
     block_size: int = 16,
     make: Callable[..., FakeModelRunner] = FakeModelRunner,
+    pp: int = 1,
+    **options: Any,
 ) -> Iterator[FakeGroup]:
-    """A group of fake runners of `VOCAB_SIZE` tokens, which `make` makes."""
-    new = partial(make, num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads)
-    with rank_group([new(shard=Shard(rank, size)) for rank in range(size)], num_blocks) as group:
+    """A group of fake runners of `VOCAB_SIZE` tokens, `pp` stages of `size` ranks, which `make` makes; `options` are
+    further arguments of it."""
+    new = partial(make, num_blocks, block_size, 4096, VOCAB_SIZE, num_kv_heads=num_kv_heads, **options)
+    shards = [Shard.of_number(number, size, pp) for number in range(size * pp)]
+    with rank_group([new(shard=shard) for shard in shards], num_blocks) as group:
         yield group
 
 
 def carry(
-    plan: PairPlan, nbytes: int, sent: Callable[[int], Buffer], received: Callable[[int], Buffer]
+    moved: PairGroup, nbytes: int, sent: Callable[[int], Buffer], received: Callable[[int], Buffer]
 ) -> list[Buffer]:
     """Copy each slice of a payload from the part of the rank that sends it to that of the rank that receives it, as the
     channels between them do. `sent` and `received` give the part of a rank. The slices, in order."""
-    head_bytes, slices = plan.head_bytes(nbytes), []
-    for rank in plan.ranks("receiver"):
-        for route in plan.routes("receiver", rank):
-            (origin,) = [each for each in plan.routes("sender", route.peer) if each.peer == rank]
-            assert origin.num_heads == route.num_heads
-            size = head_bytes * route.num_heads
-            slices.append(sent(route.peer)[head_bytes * origin.first :][:size])
-            received(rank)[head_bytes * route.first :][:size] = slices[-1]
+    element_bytes, slices = moved.element_bytes(nbytes), []
+    for rank in moved.ranks("receiver"):
+        for place, route in enumerate(moved.routes("receiver", rank)):
+            # Slices between two ranks follow each other in one order.
+            before = [each.peer for each in moved.routes("receiver", rank)[:place]].count(route.peer)
+            origin = [each for each in moved.routes("sender", route.peer) if each.peer == rank][before]
+            assert origin.num_elements == route.num_elements
+            size = element_bytes * route.num_elements
+            slices.append(sent(route.peer)[element_bytes * origin.first :][:size])
+            received(rank)[element_bytes * route.first :][:size] = slices[-1]
     return slices

@@ -1,7 +1,7 @@
 """Workers of several ranks in one process, and the byte channel of a pair between two of them.
 
-Every rank has a fake runner with its own heads; followers are objects that are called instead of processes that are
-told. The pages of P hold noise, so that an element in a wrong place shows.
+Every rank has a fake runner with its own heads of its stage's layers; followers are objects that are called instead of
+processes that are told. The pages of P hold noise, so that an element in a wrong place shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from disagg.engine.kv_transfer.transport import PairTransport, Rendezvous
 from disagg.engine.kv_transfer.transports.factory import make_connector, make_rendezvous
 from disagg.engine.parallel.interfaces import Followers, NoFollowers, Reply
 from disagg.engine.parallel.leader import GroupRunner
-from disagg.engine.parallel.staging import StagingParts
+from disagg.engine.parallel.staging import StagingParts, own_part
 from disagg.engine.parallel.transport import PairEnd, ShardTransports, form_pair
 from disagg.engine.plan import Buffer, ModelRunner
 from disagg.engine.rank_messages import (
@@ -50,29 +50,54 @@ P_TABLE = [7, 2, 9, 4, 0, 11]
 D_TABLE = [1, 10, 3, 8, 5, 6]
 
 
-def fake_rank(num_kv_heads: int, shard: Shard) -> FakeModelRunner:
-    runner = FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, 64, num_kv_heads=num_kv_heads, shard=shard)
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A fake model."""
+
+    heads: int
+    layers: int = 1
+    """Of each cache group."""
+    windows: tuple[int, ...] = ()
+    """Of each cache group beside the first."""
+
+
+def fake_rank(model: Model, shard: Shard, stage_ends: tuple[int, ...] = ()) -> FakeModelRunner:
+    runner = FakeModelRunner(
+        NUM_BLOCKS,
+        BLOCK_SIZE,
+        64,
+        num_kv_heads=model.heads,
+        num_layers=model.layers,
+        windows=[(window, NUM_BLOCKS) for window in model.windows],
+        shard=shard,
+        stage_ends=stage_ends,
+    )
     runner.checksum = checksum
     return runner
 
 
-def noise(num_kv_heads: int) -> U32:
-    """What the pages of all heads hold on P, [k|v][head][block][offset]."""
-    shape = (2, num_kv_heads, NUM_BLOCKS, BLOCK_SIZE)
-    return np.random.default_rng(num_kv_heads).integers(0, UNWRITTEN, shape, dtype=np.uint32)
+def noise(runner: FakeModelRunner, group: int) -> U32:
+    """What the pages of this rank must hold on P, of a cache group: its share of what all ranks together have."""
+    layers, heads = runner.layout.groups[group].layers, runner.layout.groups[group].num_heads
+    shape = (2, len(layers), heads, NUM_BLOCKS, BLOCK_SIZE)
+    whole = np.random.default_rng(heads + 100 * group).integers(0, UNWRITTEN, shape, dtype=np.uint32)
+    ends = runner.shape.stage_ends or (1 + max(layers),)
+    first, last = (0, *ends)[runner.shard.stage], ends[runner.shard.stage]
+    mine = [place for place, layer in enumerate(layers) if first <= layer < last]
+    held = runner.shard.kv_heads(heads)
+    return whole[:, mine, held.start : held.stop].reshape(2, -1, NUM_BLOCKS, BLOCK_SIZE)
 
 
 def fill(runner: FakeModelRunner) -> None:
-    """Give a rank of P its heads of the noise."""
-    heads = runner.shard.kv_heads(runner.layout.groups[0].num_heads)
-    runner._pages_2HNB[...] = noise(runner.layout.groups[0].num_heads)[:, heads.start : heads.stop]
+    """Give a rank of P its share of the noise."""
+    for group, pages in enumerate(runner._group_pages):
+        pages[...] = noise(runner, group)
 
 
-def arrived(runner: FakeModelRunner, tokens: range) -> U32:
-    """What the pages of a rank of D must hold when exactly `tokens` came over from P."""
-    heads = runner.shard.kv_heads(runner.layout.groups[0].num_heads)
-    source = noise(runner.layout.groups[0].num_heads)[:, heads.start : heads.stop]
-    pages = np.full_like(runner._pages_2HNB, UNWRITTEN)
+def arrived(runner: FakeModelRunner, tokens: range, group: int = 0) -> U32:
+    """What the pages of a rank of D must hold of a cache group when exactly `tokens` came over from P."""
+    source = noise(runner, group)
+    pages = np.full_like(runner._group_pages[group], UNWRITTEN)
     for token in tokens:
         block, offset = divmod(token, BLOCK_SIZE)
         pages[:, :, D_TABLE[block], offset] = source[:, :, P_TABLE[block], offset]
@@ -92,12 +117,14 @@ class PlayedFollower:
             case GatherPart():
                 table = np.frombuffer(command.block_table, "<i4").tolist()
                 part = self.staging(command.buffer, command.buffer_bytes)
-                checksums = self.runner.gather_part(table, command.start, command.end, part, command.peer_tp)
+                checksums = self.runner.gather_part(
+                    table, command.start, command.end, part, command.peer, command.group
+                )
                 reply(Done(call=command.call, ok=True, checksums=tuple(checksums)))
             case ScatterPart():
                 table = np.frombuffer(command.block_table, "<i4").tolist()
                 part = self.staging(command.buffer, command.buffer_bytes)
-                self.runner.scatter_part(table, command.start, command.end, part, command.peer_tp)
+                self.runner.scatter_part(table, command.start, command.end, part, command.peer, command.group)
                 reply(Done(call=command.call, ok=True))
             case Capture() | ReadAdapter():
                 raise AssertionError("nothing is captured here, and no adapter read")
@@ -126,23 +153,22 @@ class PlayedFollowers(Followers):
 
 
 class RankedWorker:
-    """All ranks of one worker."""
+    """All ranks of one worker, `pp` stages of `tp`."""
 
-    def __init__(self, num_kv_heads: int, tp: int) -> None:
-        self.tp = tp
-        self.ranks = [fake_rank(num_kv_heads, Shard(rank, tp)) for rank in range(tp)]
-        self.layout = self.ranks[0].layout
+    def __init__(self, model: Model, tp: int, pp: int = 1, stage_ends: tuple[int, ...] = ()) -> None:
+        shards = [Shard.of_number(number, tp, pp) for number in range(tp * pp)]
+        self.ranks = [fake_rank(model, shard, stage_ends) for shard in shards]
+        self.layout, self.shape = self.ranks[0].layout, self.ranks[0].shape
         self.others: list[PlayedFollower] = []
         for runner in self.ranks[1:]:
-            staging = StagingParts(runner.new_staging)
-            self.others.append(
-                PlayedFollower(runner, ShardTransports(runner.layout, runner.shard, staging, SECRET), staging)
-            )
+            staging = StagingParts(runner.new_staging, own_part(runner))
+            transports = ShardTransports(runner.layout, runner.shape, runner.shard, staging, SECRET)
+            self.others.append(PlayedFollower(runner, transports, staging))
         self.played = PlayedFollowers(self.others)
-        self.followers: Followers = self.played if tp > 1 else NoFollowers()
+        self.followers: Followers = self.played if len(shards) > 1 else NoFollowers()
         self.faults: list[BaseException] = []
         self.runner: ModelRunner = self.ranks[0]
-        if tp > 1:
+        if len(shards) > 1:
             self.runner = GroupRunner(self.ranks[0], self.followers, self.faults.append)
 
     def close(self) -> None:
@@ -194,7 +220,7 @@ class Pair:
     receiving: PairTransport = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = plan_pair(self.p.layout, self.p.tp, self.d.tp)
+        self.plan = plan_pair(self.p.layout, self.p.shape, self.d.shape)
 
     def end(self, side: Side, pair_name: str = "pair") -> PairEnd:
         return PairEnd(
@@ -224,17 +250,17 @@ class Pair:
         thread.join(WAIT_S)
         (self.receiving,) = made
 
-    def nbytes(self, tokens: range) -> int:
-        return len(tokens) * self.plan.groups[0].token_bytes
+    def nbytes(self, tokens: range, group: int = 0) -> int:
+        return len(tokens) * self.plan.groups[group].token_bytes
 
-    def gather(self, tokens: range) -> tuple[Buffer, int]:
-        """P's copy of these tokens, and its checksum."""
-        buffer = self.p.runner.new_staging(self.nbytes(tokens))
-        checksum = self.p.runner.gather(P_TABLE, tokens.start, tokens.stop, buffer, self.d.tp)
+    def gather(self, tokens: range, group: int = 0) -> tuple[Buffer, int]:
+        """P's copy of these tokens of a cache group, and its checksum."""
+        buffer = self.p.runner.new_staging(self.nbytes(tokens, group))
+        checksum = self.p.runner.gather(P_TABLE, tokens.start, tokens.stop, buffer, self.d.shape, group)
         return buffer, checksum
 
-    def scatter(self, tokens: range, buffer: Buffer) -> None:
-        self.d.runner.scatter(D_TABLE, tokens.start, tokens.stop, buffer, self.p.tp)
+    def scatter(self, tokens: range, buffer: Buffer, group: int = 0) -> None:
+        self.d.runner.scatter(D_TABLE, tokens.start, tokens.stop, buffer, self.p.shape, group)
 
     def close(self) -> None:
         self.sending.close()
@@ -243,8 +269,15 @@ class Pair:
 
 @contextmanager
 def formed_pair(num_kv_heads: int, p_tp: int, d_tp: int, transport: Any = "local") -> Iterator[Pair]:
+    """A pair that stands, of workers of one stage; afterwards nothing of it is left on any rank."""
+    model = Model(heads=num_kv_heads)
+    with pair_of(RankedWorker(model, p_tp), RankedWorker(model, d_tp), transport) as pair:
+        yield pair
+
+
+@contextmanager
+def pair_of(p: RankedWorker, d: RankedWorker, transport: Any = "local") -> Iterator[Pair]:
     """A pair that stands; afterwards nothing of it is left on any rank."""
-    p, d = RankedWorker(num_kv_heads, p_tp), RankedWorker(num_kv_heads, d_tp)
     for runner in p.ranks:
         fill(runner)
     pair = Pair(p, d, make_rendezvous(transport, HOST, SECRET), transport)

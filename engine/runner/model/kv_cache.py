@@ -2,7 +2,7 @@
 blocks.
 
 A block holds `block_size` tokens of all layers of a group. The block manager assigns blocks to sequences; here a
-block is only an index. KV goes in and out through staging memory, in the slices that a worker of another width sends or
+block is only an index. KV goes in and out through staging memory, in the slices that a worker of another shape sends or
 wants (`sharding.kv_routes`).
 """
 
@@ -26,13 +26,13 @@ from disagg.engine.kv_transfer.transport import UNKEYED, Checksum
 from disagg.engine.runner.model.device_inputs import Mark
 from disagg.engine.runner.model.host_staging import GatheredPart, HostStaging
 from disagg.engine.runner.model.kv_digests import DigestSums
-from disagg.engine.sharding.kv_routes import heads_to_receive, heads_to_send
+from disagg.engine.sharding.kv_routes import LocalSlice, slices_to_receive, slices_to_send, stage_places
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.engine.sharding.stages import stage_ranges
 from disagg.kernels.cpu.memory import HugePages, populate
 from disagg.kernels.dispatch import gather_kv, scatter_kv
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import BufferSize, CacheGroup, KvLayout
+from disagg.proto.messages import BufferSize, CacheGroup, KvLayout, ParallelShape
 
 _ONE = PoolLimits(max_num_seqs=1, token_budget=1)
 
@@ -91,8 +91,9 @@ def _block_bytes(group: CacheGroup, block_size: int, shard: Shard, layers: range
 
 class KvCache:
     """A tensor of each cache group, `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, K then V; of one
-    rank of several, the heads that it holds. `layout` is the whole model's. Where values are the first columns of the
-    keys there is one plane in place of two. In 8 bits a row of `head_dim` numbers has its scale behind them.
+    rank of several, the heads that it holds, and of one stage of several, its layers. `layout` is the whole model's.
+    Where values are the first columns of the keys there is one plane in place of two. In 8 bits a row of `head_dim`
+    numbers has its scale behind them.
 
     In memory the planes (K or V of a layer) come first and the blocks within them, so that what a layer reads of a
     sequence with neighbouring blocks lies in a row.
@@ -110,30 +111,38 @@ class KvCache:
         shard: Shard = WHOLE,
         host_staging: HostStaging | None = None,
         window_blocks: Sequence[int] = (),
+        *,
+        stage_ends: Sequence[int] = (),
     ) -> None:
         """`host_staging`: the way to staging buffers that are not on `device`. `window_blocks`: blocks of each group
-        beside the first."""
+        beside the first. `stage_ends`: as in `ParallelShape`."""
         self._host_staging = host_staging
         self.layout = layout
         self.shard = shard
+        self.shape = ParallelShape(tp=shard.size, stage_ends=tuple(stage_ends))
+        places = [stage_places(group, self.shape)[shard.stage] for group in layout.groups]
+        self.held = tuple(
+            group.layers[held.start : held.stop] for group, held in zip(layout.groups, places, strict=True)
+        )
+        """Of each cache group, the model's layers that this stage has; axis 1 of the group's tensor."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._groups_NL2KBD = tuple(
-            self._new_group(group, pool, device)
-            for group, pool in zip(layout.groups, (num_blocks, *window_blocks), strict=True)
+            self._new_group(group, len(layers), pool, device)
+            for group, layers, pool in zip(layout.groups, self.held, (num_blocks, *window_blocks), strict=True)
         )
         self.tensor_NL2KBD = self._groups_NL2KBD[0]
         """Of the first group."""
         self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}
         for number, (group, held) in enumerate(zip(layout.groups, self._groups_NL2KBD, strict=True)):
-            for place, layer in enumerate(group.layers):
+            for place, layer in enumerate(self.held[number]):
                 self._layers[layer] = number, *_planes(group, held[:, place])
 
-    def _new_group(self, group: CacheGroup, num_blocks: int, device: torch.device) -> Tensor:
+    def _new_group(self, group: CacheGroup, num_layers: int, num_blocks: int, device: torch.device) -> Tensor:
         num_heads = len(self.shard.kv_heads(group.num_heads))
         planes = 2 if group.value_dim else 1
         row_size = group.key_dim + SCALE_BYTES.get(group.dtype, 0)
-        shape = (len(group.layers), planes, num_blocks, num_heads, self.block_size, row_size)
+        shape = (num_layers, planes, num_blocks, num_heads, self.block_size, row_size)
         dtype: torch.dtype = getattr(torch, group.dtype)
         if device.type == "cpu":
             tensor_L2NKBD = HugePages().new(shape, dtype)
@@ -154,10 +163,11 @@ class KvCache:
 
     @property
     def buffers(self) -> tuple[BufferSize, ...]:
-        """The tensor of each cache group."""
+        """The tensor of each cache group that this stage has layers of."""
         return tuple(
             BufferSize(f"kv_window_{group.window}" if group.window else "kv", held.numel() * held.element_size())
             for group, held in zip(self.layout.groups, self._groups_NL2KBD, strict=True)
+            if held.numel()
         )
 
     @property
@@ -171,14 +181,14 @@ class KvCache:
         start: int,
         end: int,
         out: Tensor,
-        peer_tp: int,
+        peer: ParallelShape,
         checksum: Checksum = UNKEYED,
         *,
         group: int = 0,
     ) -> list[int]:
-        """Copy the slices of tokens [start, end) of a cache group for a worker of `peer_tp` ranks into `out`, a flat
-        uint8 tensor; the checksum of each slice."""
-        part = self.start_gather(block_table, start, end, out, peer_tp, checksum, group=group)
+        """Copy the slices of tokens [start, end) of a cache group for a worker of the shape `peer` into `out`, a
+        flat uint8 tensor; the checksum of each slice."""
+        part = self.start_gather(block_table, start, end, out, peer, checksum, group=group)
         part.wait()
         return part.checksums()
 
@@ -188,7 +198,7 @@ class KvCache:
         start: int,
         end: int,
         out: Tensor,
-        peer_tp: int,
+        peer: ParallelShape,
         checksum: Checksum = UNKEYED,
         *,
         digests: bool = False,
@@ -196,15 +206,13 @@ class KvCache:
     ) -> GatheredPart:
         """As `gather_part`; on a GPU the copy is only queued. Checksums of a buffer in host memory are digests if
         `digests`, which the device computes; those of a buffer on a GPU always are."""
-        slices = heads_to_send(self.layout.groups[group].num_heads, self.shard, peer_tp)
+        slices = slices_to_send(self.layout.groups[group], self.shape, self.shard, peer)
         out = self._head_of(out, slices, start, end, group)
         staging = self._host_staging
         piece = None if staging is None else staging.piece(out.numel())
-        filled = [
-            staged for _, staged in self._staged(out if piece is None else piece.memory, slices, end - start, group)
-        ]
-        for heads, staged in zip(slices, filled, strict=True):
-            gather_kv(self._heads(group, heads), block_table, start, end, staged)
+        filled = list(self._staged(out if piece is None else piece.memory, slices, end - start, group))
+        for each, staged in zip(slices, filled, strict=True):
+            gather_kv(self._held(group, each), block_table, start, end, staged)
         sums = DigestSums.of(filled, checksum) if digests or out.is_cuda else None
         if staging is not None and piece is not None:
             mark, sums = staging.to_host(piece, out, sums)
@@ -212,7 +220,7 @@ class KvCache:
             sums = None if sums is None else sums.to_host()
             mark = Mark(pinned=out.is_cuda, blocking=True)
             mark.set()
-        arrived = [staged for _, staged in self._staged(out, slices, end - start, group)]
+        arrived = list(self._staged(out, slices, end - start, group))
         return GatheredPart(arrived, sums, mark, checksum, self.tensor_NL2KBD.device)
 
     def scatter_part(
@@ -221,46 +229,46 @@ class KvCache:
         start: int,
         end: int,
         data: Tensor,
-        peer_tp: int,
+        peer: ParallelShape,
         checksum: Checksum | None = None,
         *,
         group: int = 0,
     ) -> DigestSums | None:
-        """Copy the slices of tokens [start, end) of a cache group that a worker of `peer_tp` ranks sent from `data`, a
-        flat uint8 tensor. On a GPU the copy is only queued. With `checksum` the digests of the slices, of what arrived
-        on the cache's device."""
-        slices = heads_to_receive(self.layout.groups[group].num_heads, self.shard, peer_tp)
+        """Copy the slices of tokens [start, end) of a cache group that a worker of the shape `peer` sent from `data`,
+        a flat uint8 tensor. On a GPU the copy is only queued. With `checksum` the digests of the slices, of what
+        arrived on the cache's device."""
+        slices = slices_to_receive(self.layout.groups[group], self.shape, self.shard, peer)
         data = self._head_of(data, slices, start, end, group)
         source = data if self._host_staging is None else self._host_staging.to_device(data)
-        arrived = [staged for _, staged in self._staged(source, slices, end - start, group)]
+        arrived = list(self._staged(source, slices, end - start, group))
         sums = None if checksum is None else DigestSums.of(arrived, checksum)
-        for heads, staged in zip(slices, arrived, strict=True):
-            scatter_kv(self._heads(group, heads), block_table, start, end, staged)
+        for each, staged in zip(slices, arrived, strict=True):
+            scatter_kv(self._held(group, each), block_table, start, end, staged)
         return sums
 
-    def _head_bytes(self, group: int, num_tokens: int) -> int:
+    def _element_bytes(self, group: int, num_tokens: int) -> int:
+        """Of one head of one layer."""
         layout = self.layout.groups[group]
-        return num_tokens * (layout.bytes_per_token // layout.num_heads)
+        return num_tokens * (layout.bytes_per_token // (layout.num_heads * len(layout.layers)))
 
-    def _heads(self, group: int, heads: range) -> Tensor:
-        return self._groups_NL2KBD[group][:, :, :, heads.start : heads.stop]
+    def _held(self, group: int, held: LocalSlice) -> Tensor:
+        layers, heads = held
+        return self._groups_NL2KBD[group][:, layers.start : layers.stop, :, heads.start : heads.stop]
 
-    def _head_of(self, buffer: Tensor, slices: tuple[range, ...], start: int, end: int, group: int) -> Tensor:
+    def _head_of(self, buffer: Tensor, slices: tuple[LocalSlice, ...], start: int, end: int, group: int) -> Tensor:
         """What of a staging buffer the slices take."""
-        nbytes = self._head_bytes(group, end - start) * sum(map(len, slices))
+        nbytes = self._element_bytes(group, end - start) * sum([each.num_elements for each in slices])
         if buffer.numel() < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.numel()}")
         return buffer[:nbytes]
 
-    def _staged(
-        self, buffer: Tensor, slices: tuple[range, ...], num_tokens: int, group: int
-    ) -> Iterator[tuple[range, Tensor]]:
-        """The heads of each slice and its bytes in a staging buffer, without a copy."""
-        head_bytes = self._head_bytes(group, num_tokens)
+    def _staged(self, buffer: Tensor, slices: tuple[LocalSlice, ...], num_tokens: int, group: int) -> Iterator[Tensor]:
+        """The bytes of each slice in a staging buffer, without a copy."""
+        element_bytes = self._element_bytes(group, num_tokens)
         first = 0
-        for heads in slices:
-            last = first + head_bytes * len(heads)
-            yield heads, buffer[first:last]
+        for each in slices:
+            last = first + element_bytes * each.num_elements
+            yield buffer[first:last]
             first = last
 
 

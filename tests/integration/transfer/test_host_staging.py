@@ -30,7 +30,7 @@ from disagg.engine.runner.model_runner import TorchModelRunner, warm_up
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.shell.worker import Worker
 from disagg.prefill_worker.role import PrefillRole
-from disagg.proto.messages import KvLayout, RoleName, WorkerInfo
+from disagg.proto.messages import KvLayout, ParallelShape, RoleName, WorkerInfo
 from tests.support.secret import SECRET
 from tests.support.secret import checksum as keyed
 from tests.support.stepping import assert_logits_close, decode, make_runner, make_sequence, prefill
@@ -177,8 +177,8 @@ def test_both_devices_digest_what_goes_through_the_host(folder: Path, transport:
     assert torn.checksum() != copying.checksum()
 
 
-@pytest.mark.parametrize("peer_tp", [1, 2, 4])
-def test_slices_of_ranks_are_the_same_behind_host_staging(peer_tp: int) -> None:
+@pytest.mark.parametrize("peer", [ParallelShape(tp=tp) for tp in (1, 2, 4)])
+def test_slices_of_ranks_are_the_same_behind_host_staging(peer: ParallelShape) -> None:
     shard = Shard(1, 2)
     staged = KvCache(LAYOUT, 5, 16, CPU, shard, Played())
     plain = KvCache(LAYOUT, 5, 16, CPU, shard)
@@ -186,14 +186,12 @@ def test_slices_of_ranks_are_the_same_behind_host_staging(peer_tp: int) -> None:
     for cache in (staged, plain):
         cache.tensor_NL2KBD.copy_(values)
     out, expected = (torch.zeros(33 * LAYOUT.bytes_per_token, dtype=torch.uint8) for _ in range(2))
-    assert staged.gather_part(TABLE, 7, 40, out, peer_tp, keyed) == plain.gather_part(
-        TABLE, 7, 40, expected, peer_tp, keyed
-    )
+    assert staged.gather_part(TABLE, 7, 40, out, peer, keyed) == plain.gather_part(TABLE, 7, 40, expected, peer, keyed)
     assert torch.equal(out, expected)
     assert out.any()
     back, wanted = KvCache(LAYOUT, 5, 16, CPU, shard, Played()), KvCache(LAYOUT, 5, 16, CPU, shard)
     for cache in (back, wanted):
-        cache.scatter_part([3, 1, 0], 7, 40, out, peer_tp)
+        cache.scatter_part([3, 1, 0], 7, 40, out, peer)
     assert torch.equal(back.tensor_NL2KBD, wanted.tensor_NL2KBD)
     assert back.tensor_NL2KBD.any()
 

@@ -31,11 +31,12 @@ from disagg.engine.rank_messages import Begin
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.handover import Side
-from tests.support.reshard import D_TABLE, HOST, NUM_BLOCKS, P_TABLE, Answer, arrived, fake_rank, fill
+from disagg.proto.messages import ParallelShape
+from tests.support.reshard import D_TABLE, HOST, NUM_BLOCKS, P_TABLE, Answer, Model, arrived, fake_rank, fill
 from tests.support.secret import SECRET, checksum
 from tests.support.transports import NIXL
 
-HEADS, TP = 4, 2
+MODEL, TP = Model(heads=4), 2
 CHUNKS = [(3, 9), (9, 10), (10, 21)]
 WAIT_S = 60.0
 SPAWN = multiprocessing.get_context("spawn")
@@ -47,7 +48,7 @@ def worker_config(name: str) -> WorkerConfig:
 
 def be_follower(name: str, port: int, pipe: Connection) -> None:
     """Rank 1. At the end it reports its pages."""
-    runner = fake_rank(HEADS, Shard(1, TP))
+    runner = fake_rank(MODEL, Shard(1, TP))
     if name == "p":
         fill(runner)
     connection = connect(f"{HOST}:{port}", WAIT_S)
@@ -59,7 +60,7 @@ class Led:
     """Rank 0 of a worker, with its follower."""
 
     def __init__(self, name: str) -> None:
-        self.rank_0 = fake_rank(HEADS, Shard(0, TP))
+        self.rank_0 = fake_rank(MODEL, Shard(0, TP))
         if name == "p":
             fill(self.rank_0)
         self.lost: list[BaseException] = []
@@ -88,7 +89,7 @@ class Led:
 
 
 def pair_end(side: Side, address: str, transport: TransportName) -> PairEnd:
-    plan = plan_pair(fake_rank(HEADS, Shard()).layout, TP, TP)
+    plan = plan_pair(fake_rank(MODEL, Shard()).layout, ParallelShape(tp=TP), ParallelShape(tp=TP))
     return PairEnd(
         plan=plan,
         side=side,
@@ -111,7 +112,7 @@ def be_p(transport_name: TransportName, address: str, pipe: Connection) -> None:
         start, stop = command
         nbytes = (stop - start) * end.plan.groups[0].token_bytes
         buffer = led.runner.new_staging(nbytes)
-        pipe.send(led.runner.gather(P_TABLE, start, stop, buffer, TP))
+        pipe.send(led.runner.gather(P_TABLE, start, stop, buffer, end.plan.receiver))
         pipe.recv()
         answer = Answer()
         transport.send(buffer, nbytes, answer)
@@ -173,7 +174,7 @@ def test_four_processes_move_heads_and_all_end_when_one_is_killed(transport: Tra
             bench.pipe.send("may send")
             assert bench.hears() is True
             assert answer.result() == (True, "", announced)
-            bench.led.runner.scatter(D_TABLE, start, stop, buffer, TP)
+            bench.led.runner.scatter(D_TABLE, start, stop, buffer, bench.led.runner.shape)
         assert np.array_equal(bench.led.rank_0._pages_2HNB, arrived(bench.led.rank_0, range(3, 21)))
         pending = [bench.receive(0, 3)[0], bench.receive(0, 3)[0]]
         for each in pending:
@@ -185,4 +186,4 @@ def test_four_processes_move_heads_and_all_end_when_one_is_killed(transport: Tra
         assert "rank 1 is lost" in lost
         bench.transport.close()
         pages = bench.led.pages()
-        assert np.array_equal(pages, arrived(fake_rank(HEADS, Shard(1, TP)), range(3, 21)))
+        assert np.array_equal(pages, arrived(fake_rank(MODEL, Shard(1, TP)), range(3, 21)))

@@ -318,7 +318,7 @@ def test_a_rank_that_hangs_does_not_keep_the_worker_from_ending() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     class Stuck(FakeModelRunner):
-        def scatter_part(self, block_table: Any, start: int, end: int, data: Any, peer_tp: int, group: int = 0) -> None:
+        def scatter_part(self, block_table: Any, start: int, end: int, data: Any, peer: Any, group: int = 0) -> None:
             if end == 3:  # not the calibration
                 entered.set()
                 leave.wait(WAIT_S)

@@ -15,7 +15,7 @@ from disagg.engine.plan import Buffer
 from disagg.proto import handover
 from disagg.proto.handover import ChunkDone, ClearToSend, PairHello
 from disagg.proto.ids import Incarnation
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import ONE_RANK, KvLayout
 from tests.support.roles import info_of, key_of, until
 from tests.support.secret import SECRET
 from tests.unit.decode_worker.test_role import PAYLOAD, Bench, Peer, bench
@@ -106,7 +106,7 @@ async def test_a_wider_prefill_worker_is_met_rank_by_rank() -> None:
     """One KV head, which both ranks of P hold: rank 0 sends it."""
     async with bench() as it:
         peer = it.peer(tp=2)
-        assert peer.welcome.tp == 1
+        assert peer.welcome.shape == ONE_RANK
         name, address = peer.welcome.pair_name, peer.welcome.store_address
         peer.transport = await call_on_thread(
             "connect", lambda: LocalRendezvous.connect(f"{name}/0-0", address, secret=SECRET)
@@ -118,7 +118,7 @@ async def test_a_wider_prefill_worker_is_met_rank_by_rank() -> None:
         peer.send()
         await until(lambda: it.context._commands)
         scatter = it.context.command(Scatter)
-        assert (scatter.peer_tp, scatter.data.tolist()) == (2, PAYLOAD.tolist())
+        assert (scatter.peer.tp, scatter.data.tolist()) == (2, PAYLOAD.tolist())
         it.role.on_event(Scattered(key_of("a"), 0, ok=True))
 
 

@@ -135,18 +135,18 @@ def hand_over(source: Engine, target: Engine, spec: SequenceSpec) -> list[Event]
 
 def move(source: Engine, target: Engine, key: AttemptKey, tokens: range) -> None:
     """Of each cache group what is kept, in chunks of 13 tokens."""
-    plan = plan_pair(source.runner.layout, source.runner.tp, target.runner.tp)
+    plan = plan_pair(source.runner.layout, source.runner.shape, target.runner.shape)
     seqs = itertools.count()
     for number, group in enumerate(plan.groups):
         for start in range(group.first_token(tokens.stop, tokens.start), tokens.stop, 13):
             seq, end = next(seqs), min(start + 13, tokens.stop)
             nbytes = (end - start) * group.token_bytes
             sent, received = source.runner.new_staging(nbytes), target.runner.new_staging(nbytes)
-            gather = Gather(key, seq, start, end, sent, target.runner.tp, group=number)
+            gather = Gather(key, seq, start, end, sent, target.runner.shape, group=number)
             (gathered,) = handle_all(source.core, gather)
-            slices = carry(plan, nbytes, partial(source.part, sent), partial(target.part, received))
+            slices = carry(group, nbytes, partial(source.part, sent), partial(target.part, received))
             assert gathered == Gathered(key, seq, True, checksum.combined([checksum(each) for each in slices]))
-            scatter = Scatter(key, seq, start, end, received, source.runner.tp, group=number)
+            scatter = Scatter(key, seq, start, end, received, source.runner.shape, group=number)
             assert handle_all(target.core, scatter) == [Scattered(key, seq, True)]
 
 

@@ -37,7 +37,7 @@ async def test_a_wider_decode_worker_gets_each_rank_its_slices(streams: list[Pla
         it.role.on_event(ChunkPlanned(key_of("a"), 14))
         first, second = (each for each in it.context.commands() if isinstance(each, Gather))
         # 80 bytes of staging hold 5 tokens, since each token goes out twice.
-        assert [(each.start, each.end, each.peer_tp) for each in (first, second)] == [(0, 5, 2), (5, 10, 2)]
+        assert [(each.start, each.end, each.peer.tp) for each in (first, second)] == [(0, 5, 2), (5, 10, 2)]
         first.out[:40], first.out[40:] = 3, 4
         it.role.on_event(Gathered(key_of("a"), 0, ok=True))
         assert streams[0].message(ChunkHeader).nbytes == 80

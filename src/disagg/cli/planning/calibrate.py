@@ -162,7 +162,7 @@ def run_calibrate(
         quantization=config.quantization,
         device=config.device,
         num_threads=config.num_threads,
-        tp=runner.tp,
+        tp=runner.shape.tp,
         machine=machine_name(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         kv_bytes_per_token=runner.layout.bytes_per_token,

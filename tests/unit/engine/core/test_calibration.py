@@ -11,7 +11,7 @@ from disagg.engine.config import WorkerConfig
 from disagg.engine.core.calibration import calibrate, dummy_step
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, StepPlan, StepResult
-from disagg.proto.messages import RoleName, StepSample
+from disagg.proto.messages import ONE_RANK, ParallelShape, RoleName, StepSample
 
 
 class TimedRunner(FakeModelRunner):
@@ -25,12 +25,18 @@ class TimedRunner(FakeModelRunner):
         self.cleared: set[int] = set()
 
     def scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         assert not data.any()
         assert (start, end) == (0, len(block_table) * 16)
         self.cleared.update(block_table)
-        super().scatter(block_table, start, end, data, peer_tp, group)
+        super().scatter(block_table, start, end, data, peer, group)
 
     def run(self, plan: StepPlan) -> StepResult:
         assert all(len(entry.sequence.block_table) * 16 >= entry.start + entry.num_tokens for entry in plan.entries)

@@ -33,7 +33,7 @@ from disagg.engine.kv_transfer.receiver import Receiver
 from disagg.engine.kv_transfer.sender import Sender
 from disagg.proto import handover
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Commit, CommitAck, Failure, Offer
-from disagg.proto.messages import TokenLogprobs
+from disagg.proto.messages import ONE_RANK, ParallelShape, TokenLogprobs
 from tests.support.pair import ONE_GROUP, prompt_of, spec_of
 from tests.support.pair_ends import RecordedIo
 
@@ -62,17 +62,17 @@ def offered(move: int = 0, **options: Any) -> tuple[SenderShell, RecordedIo]:
 
 
 def receiver(
-    move: int = 0, *, takes_offers: bool = True, digests: bool = False, peer_tp: int = 1
+    move: int = 0, *, takes_offers: bool = True, digests: bool = False, peer: ParallelShape = ONE_RANK
 ) -> tuple[ReceiverShell, RecordedIo]:
     """A receiver with one offer."""
     io = RecordedIo(takes_offers=takes_offers)
-    shell = ReceiverShell(Receiver(0.0, **SIZES, digests=digests), io, peer_tp)
+    shell = ReceiverShell(Receiver(0.0, **SIZES, digests=digests), io, peer)
     shell.on_message(Offer(spec=SPEC, move=move), 0.0)
     return shell, io
 
 
 def test_a_prompt_is_sent() -> None:
-    shell, io = offered(peer_tp=2, digests=True)
+    shell, io = offered(peer=ParallelShape(tp=2), digests=True)
     assert io.calls() == [("reserved", KEY), Add(SPEC, hold_after_prefill=True)]
     assert shell.on_event(ChunkPlanned(KEY, 6))
     gather, header = io.calls()
@@ -179,7 +179,7 @@ def test_time_ends_an_attempt_of_a_silent_peer() -> None:
 
 
 def test_an_attempt_is_received() -> None:
-    shell, io = receiver(peer_tp=2)
+    shell, io = receiver(peer=ParallelShape(tp=2))
     assert io.calls() == [("offered", KEY), Reserve(SPEC)]
     assert shell.on_event(Reserved(KEY, 0))
     assert io.calls() == [RESERVED]

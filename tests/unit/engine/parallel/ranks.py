@@ -104,7 +104,7 @@ class Ranks:
         self.max_model_len = runners[0].max_model_len
         self.warm_up = runners[0].warm_up
         self.layout = runners[0].layout
-        self.tp, self.expert_share = runners[0].tp, runners[0].expert_share
+        self.shape, self.expert_share = runners[0].shape, runners[0].expert_share
         self.proposer = runners[0].proposer
 
     def forward(self, plan: StepPlan) -> Tensor:

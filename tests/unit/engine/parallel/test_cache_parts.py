@@ -13,7 +13,7 @@ from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.sharding.kv_routes import head_slices
 from disagg.engine.sharding.shards import WHOLE, Shard
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import ONE_RANK, KvLayout, ParallelShape
 
 CPU = torch.device("cpu")
 LAYERS, DIM, NUM_BLOCKS = 2, 2, 8
@@ -60,7 +60,7 @@ def move(source: list[KvCache], target: list[KvCache], start: int, end: int) -> 
     ]
     arrived: list[list[Tensor]] = [[] for _ in target]
     for sender, (cache, part) in enumerate(zip(source, parts, strict=True)):
-        checksums = cache.gather_part(TABLES[cache.block_size], start, end, part, len(target))
+        checksums = cache.gather_part(TABLES[cache.block_size], start, end, part, ParallelShape(tp=len(target)))
         mine = [each for each in slices if each.sender == sender]
         pieces = torch.split(part, [each.num_heads * head_bytes for each in mine])
         assert checksums == [UNKEYED(piece) for piece in pieces]
@@ -68,7 +68,7 @@ def move(source: list[KvCache], target: list[KvCache], start: int, end: int) -> 
             arrived[each.receiver].append(piece)
     for cache, part_of_rank in zip(target, arrived, strict=True):
         part = torch.cat(part_of_rank)
-        cache.scatter_part(TABLES[cache.block_size], start, end, part, len(source))
+        cache.scatter_part(TABLES[cache.block_size], start, end, part, ParallelShape(tp=len(source)))
 
 
 def widths(num_kv_heads: int) -> st.SearchStrategy[int]:
@@ -127,7 +127,7 @@ def test_parts_of_a_staging_buffer_are_slices_in_canonical_order() -> None:
     whole = whole_cache(6, 16)
     (_, cache, _) = caches_of_ranks(whole, 3)
     part = torch.zeros(2 * 20 * 2 * LAYERS * DIM * 4 + 5, dtype=torch.uint8)
-    cache.gather_part(TABLES[16], 10, 30, part, 2)
+    cache.gather_part(TABLES[16], 10, 30, part, ParallelShape(tp=2))
     found = part[:-5].view(torch.float32).view(2, LAYERS, 2, 1, 20, DIM)
     for index, head in enumerate((2, 3)):
         for token in range(10, 30):
@@ -139,13 +139,13 @@ def test_parts_of_a_staging_buffer_are_slices_in_canonical_order() -> None:
 def test_what_moves_to_more_ranks_than_heads_is_sent_to_each() -> None:
     cache = whole_cache(2, 16)
     part = torch.empty(4 * 2 * LAYERS * DIM * 4 * 10, dtype=torch.uint8)
-    checksums = cache.gather_part(TABLES[16], 0, 10, part, 4)
+    checksums = cache.gather_part(TABLES[16], 0, 10, part, ParallelShape(tp=4))
     assert checksums[0] == checksums[1] != checksums[2] == checksums[3]
 
 
 def test_a_rank_that_has_nothing_to_send_writes_nothing() -> None:
     idle = caches_of_ranks(whole_cache(2, 16), 4)[1]
-    assert idle.gather_part(TABLES[16], 0, 96, torch.empty(0, dtype=torch.uint8), 1) == []
+    assert idle.gather_part(TABLES[16], 0, 96, torch.empty(0, dtype=torch.uint8), ONE_RANK) == []
 
 
 def test_a_part_that_is_too_small_is_refused_before_a_byte_moves() -> None:
@@ -154,9 +154,9 @@ def test_a_part_that_is_too_small_is_refused_before_a_byte_moves() -> None:
     part = torch.zeros(10 * cache.layout.bytes_per_token - 1, dtype=torch.uint8)
     message = rf"tokens \[20, 30\) take {len(part) + 1} bytes; the buffer has {len(part)}"
     with pytest.raises(ValueError, match=message):
-        cache.gather_part(TABLES[16], 20, 30, part, 2)
+        cache.gather_part(TABLES[16], 20, 30, part, ParallelShape(tp=2))
     with pytest.raises(ValueError, match=message):
-        cache.scatter_part(TABLES[16], 20, 30, part, 2)
+        cache.scatter_part(TABLES[16], 20, 30, part, ParallelShape(tp=2))
     assert not part.any()
     assert torch.equal(cache.tensor_NL2KBD, before)
 
@@ -164,4 +164,4 @@ def test_a_part_that_is_too_small_is_refused_before_a_byte_moves() -> None:
 def test_widths_that_do_not_go_with_the_heads_are_refused() -> None:
     cache = KvCache(layout(4), NUM_BLOCKS, 16, CPU, WHOLE)
     with pytest.raises(ValueError, match="4 cannot be divided among 3 ranks"):
-        cache.gather_part(TABLES[16], 0, 1, torch.empty(1000, dtype=torch.uint8), 3)
+        cache.gather_part(TABLES[16], 0, 1, torch.empty(1000, dtype=torch.uint8), ParallelShape(tp=3))

@@ -31,7 +31,7 @@ from disagg.engine.rank_messages import (
 )
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import decoder
+from disagg.proto.messages import ONE_RANK, decoder
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_connections import WAIT_S, memory_connections, start_rank
 
@@ -50,12 +50,12 @@ def step() -> Step:
     return encode_step(make_runner().arrays(StepPlan(prefills=(ScheduledSequence(sequence, 0, 32, True),))))
 
 
-def gather(call: int, buffer_bytes: int = 32 * 8) -> GatherPart:
-    return GatherPart(call=call, buffer=1, buffer_bytes=buffer_bytes, block_table=TABLE, start=0, end=32, peer_tp=1)
+def gather(call: int, buffer_bytes: int = 2 * 32 * 8) -> GatherPart:
+    return GatherPart(call=call, buffer=1, buffer_bytes=buffer_bytes, block_table=TABLE, start=0, end=32, peer=ONE_RANK)
 
 
 def scatter(call: int) -> ScatterPart:
-    return ScatterPart(call=call, buffer=1, buffer_bytes=32 * 8, block_table=TABLE, start=0, end=32, peer_tp=1)
+    return ScatterPart(call=call, buffer=1, buffer_bytes=2 * 32 * 8, block_table=TABLE, start=0, end=32, peer=ONE_RANK)
 
 
 class Leader:
@@ -86,7 +86,7 @@ class Leader:
 def test_orders_of_the_engine_are_carried_out_in_order() -> None:
     leader = Leader()
     leader.begin()
-    commands = (step(), gather(1), ClearBuffer(buffer=1, buffer_bytes=256), scatter(2), gather(3), step(), gather(4))
+    commands = (step(), gather(1), ClearBuffer(buffer=1, buffer_bytes=512), scatter(2), gather(3), step(), gather(4))
     for command in commands:
         leader.connection.send(command)
     whole, scattered, zeros, again = (leader.hear() for _ in range(4))
@@ -108,7 +108,7 @@ def test_orders_of_the_engine_are_carried_out_in_order() -> None:
 def test_a_copy_that_cannot_be_done_is_answered_so() -> None:
     leader = Leader()
     leader.begin()
-    for command in (step(), gather(1, buffer_bytes=9)):
+    for command in (step(), gather(1, buffer_bytes=18)):
         leader.connection.send(command)
     refused = leader.hear()
     assert refused == Done(call=1, ok=False, error="ValueError: 32 tokens of KV are 256 bytes, the buffer has 9")
@@ -130,7 +130,7 @@ def test_orders_of_the_transport_go_to_the_transports_also_during_a_step() -> No
 
     leader = Leader(Slow(8, 16, 4096, VOCAB_SIZE, shard=Shard(1, 2)))
     leader.begin()
-    receive = ReceivePart(call=6, pair_name="p", buffer=1, buffer_bytes=8, head_bytes=8)
+    receive = ReceivePart(call=6, pair_name="p", buffer=1, buffer_bytes=8, group=0, element_bytes=8)
     leader.connection.send(step())
     assert entered.wait(WAIT_S)
     for command in (gather(5), receive, ClosePair(call=7, pair_name="p")):

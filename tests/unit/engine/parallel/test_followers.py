@@ -63,10 +63,10 @@ class Answers:
 
 
 def send_part(number: int = 0) -> SendPart:
-    return SendPart(call=0, pair_name="pair", buffer=number, buffer_bytes=8, head_bytes=8)
+    return SendPart(call=0, pair_name="pair", buffer=number, buffer_bytes=8, group=0, element_bytes=8)
 
 
-RECEIVE = ReceivePart(call=0, pair_name="pair", buffer=1, buffer_bytes=8, head_bytes=8)
+RECEIVE = ReceivePart(call=0, pair_name="pair", buffer=1, buffer_bytes=8, group=0, element_bytes=8)
 
 
 class Worker:

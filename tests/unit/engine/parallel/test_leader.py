@@ -21,6 +21,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult, WarmUp
 from disagg.engine.rank_messages import Failed
 from disagg.engine.runner import model_runner
 from disagg.engine.sharding.kv_routes import plan_pair
+from disagg.proto.messages import ParallelShape
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_connections import FakeGroup, carry, fake_group
 from tests.support.secret import checksum
@@ -77,7 +78,7 @@ def whole_runner(num_kv_heads: int) -> FakeModelRunner:
 def test_a_group_computes_what_one_rank_does(size: int, num_kv_heads: int) -> None:
     with fake_group(size, num_kv_heads) as group:
         assert len(generate(group.runner, 20)) == 40
-        assert group.runner.tp == size
+        assert group.runner.shape == ParallelShape(tp=size)
         assert group.runner.layout == whole_runner(num_kv_heads).layout
     assert group.faults == group.lost == []
     assert [rank.statuses for rank in group.ranks] == [[0]] * (size - 1)
@@ -89,16 +90,16 @@ def test_a_group_computes_what_one_rank_does(size: int, num_kv_heads: int) -> No
 def test_the_kv_of_one_group_goes_on_in_another(sender_tp: int, receiver_tp: int, num_kv_heads: int) -> None:
     """Gathered on all ranks of one, moved slice by slice, scattered on all ranks of the other, and read back there."""
     start, end = 5, len(PROMPT) - 1
-    plan = plan_pair(whole_runner(num_kv_heads).layout, sender_tp, receiver_tp)
+    plan = plan_pair(whole_runner(num_kv_heads).layout, ParallelShape(tp=sender_tp), ParallelShape(tp=receiver_tp))
     nbytes = plan.groups[0].token_bytes * (end - start)
     with fake_group(sender_tp, num_kv_heads) as source, fake_group(receiver_tp, num_kv_heads) as target:
         prefill(source.runner)
         sent, received = source.runner.new_staging(nbytes + 100), target.runner.new_staging(nbytes)
-        told = source.runner.gather(TABLE, start, end, sent[:nbytes], receiver_tp)
-        moved = carry(plan, nbytes, partial(source.part, sent), partial(target.part, received))
+        told = source.runner.gather(TABLE, start, end, sent[:nbytes], target.runner.shape)
+        moved = carry(plan.groups[0], nbytes, partial(source.part, sent), partial(target.part, received))
         assert told == checksum.combined([checksum(each) for each in moved])
         fill_below(target, start)
-        target.runner.scatter(TABLE, start, end, received[:nbytes], sender_tp)
+        target.runner.scatter(TABLE, start, end, received[:nbytes], source.runner.shape)
         assert next_token(target.runner) == fake_generate(PROMPT, 1, VOCAB_SIZE)
         for rank, runner in enumerate(runners(target)):  # rank 0 reads back only its own heads
             whole = whole_runner(num_kv_heads)
@@ -175,14 +176,15 @@ def test_group_buffers_are_cut_at_their_end_only() -> None:
 
 
 def test_parts_are_made_once_and_are_large_enough() -> None:
-    parts = StagingParts(lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
-    first = parts(1, 16)
-    assert parts(1, 8) is first
+    parts = StagingParts(lambda nbytes: np.zeros(nbytes, dtype=np.uint8), lambda nbytes: nbytes // 2)
+    first = parts(1, 32)
+    assert parts(1, 16) is first
+    assert first.nbytes == 16
     with pytest.raises(ValueError, match="staging buffer 1 has 16 bytes, not 17"):
-        parts(1, 17)
+        parts(1, 34)
     parts.free(1)
     parts.free(1)
-    assert parts(1, 17).nbytes == 17
+    assert parts(1, 34).nbytes == 17
 
 
 # ---------------------------------------------------------------- faults
@@ -223,7 +225,7 @@ def test_what_would_fail_on_every_rank_is_refused_before_any_is_told() -> None:
             with pytest.raises(ValueError, match="a table of 1 blocks does not cover token 16"):
                 copy(TABLE[:1], 0, 17, buffer)
         with pytest.raises(ValueError, match="cannot be shared by 3 ranks"):
-            group.runner.gather(TABLE, 0, 16, buffer, 3)
+            group.runner.gather(TABLE, 0, 16, buffer, ParallelShape(tp=3))
         generate(group.runner, 3)
     assert group.faults == []
 

@@ -170,7 +170,7 @@ def test_ranks_report_the_whole_model(folders: dict[str, Path]) -> None:
         for rank, runner in enumerate(ranks.runners):
             assert (runner.layout, runner.fingerprint) == (whole.layout, whole.fingerprint)
             assert (runner.vocab_size, runner.max_model_len) == (whole.vocab_size, whole.max_model_len)
-            assert (runner.tp, runner.shard) == (4, Shard(rank, 4))
+            assert (runner.shape.tp, runner.shard) == (4, Shard(rank, 4))
 
 
 @pytest.mark.parametrize(("size", "heads"), [(1, 2), (2, 1), (4, 1)])

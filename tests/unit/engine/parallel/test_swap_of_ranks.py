@@ -54,7 +54,9 @@ def assert_kv(group: FakeGroup, core: EngineCore, sequence: Sequence) -> None:
     local: Any = group.runner._local
     num_tokens = sequence.num_computed_tokens
     buffer = group.runner.new_staging(1024)
-    group.runner.gather(sequence.block_table, 0, 1, buffer, group.runner.tp)  # All ranks have done what they were told.
+    group.runner.gather(
+        sequence.block_table, 0, 1, buffer, group.runner.shape
+    )  # All ranks have done what they were told.
     for runner in (local, *(rank.runner for rank in group.ranks)):
         fresh = FakeModelRunner(
             NUM_BLOCKS, 16, 4096, VOCAB_SIZE, num_kv_heads=runner.layout.groups[0].num_heads, shard=runner.shard

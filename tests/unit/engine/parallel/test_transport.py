@@ -21,10 +21,12 @@ from disagg.engine.parallel.transport import GroupTransport, ShardTransports, fo
 from disagg.engine.rank_messages import ClosePair, Done, OpenPair, RankCall, ReceivePart, SendPart
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
+from disagg.proto.messages import ONE_RANK, ParallelShape
 from tests.support.reshard import (
     HOST,
     WAIT_S,
     Answer,
+    Model,
     Pair,
     RankedWorker,
     arrived,
@@ -36,25 +38,25 @@ from tests.support.secret import SECRET
 WIDTHS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4)]
 
 
-def move(pair: Pair, chunks: list[range]) -> None:
+def move(pair: Pair, chunks: list[range], group: int = 0) -> None:
     """All chunks at once, as a link does: a payload is sent when its receive is posted."""
-    sources = [pair.gather(tokens) for tokens in chunks]
-    targets = [pair.d.runner.new_staging(pair.nbytes(tokens)) for tokens in chunks]
+    sources = [pair.gather(tokens, group) for tokens in chunks]
+    targets = [pair.d.runner.new_staging(pair.nbytes(tokens, group)) for tokens in chunks]
     received, sent = [Answer() for _ in chunks], [Answer() for _ in chunks]
     for tokens, target, answer in zip(chunks, targets, received, strict=True):
-        pair.receiving.recv(target, pair.nbytes(tokens), answer, answer.posted)
+        pair.receiving.of_group(group).recv(target, pair.nbytes(tokens, group), answer, answer.posted)
     for tokens, (source, _), got, gone in zip(chunks, sources, received, sent, strict=True):
         got.wait_posted()
-        pair.sending.send(source, pair.nbytes(tokens), gone)
+        pair.sending.of_group(group).send(source, pair.nbytes(tokens, group), gone)
     for tokens, (_, checksum), target, got, gone in zip(chunks, sources, targets, received, sent, strict=True):
         assert gone.result()[:2] == (True, "")
         assert got.result() == (True, "", checksum)
-        pair.scatter(tokens, target)
+        pair.scatter(tokens, target, group)
 
 
-def assert_arrived(pair: Pair, tokens: range) -> None:
+def assert_arrived(pair: Pair, tokens: range, group: int = 0) -> None:
     for runner in pair.d.ranks:
-        assert np.array_equal(runner._pages_2HNB, arrived(runner, tokens))
+        assert np.array_equal(runner._group_pages[group], arrived(runner, tokens, group))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
@@ -110,7 +112,7 @@ def test_a_slice_that_is_spoilt_on_one_rank_shows_in_the_checksum(rank: int) -> 
         tokens = range(0, 8)
         source, announced = pair.gather(tokens)
         assert isinstance(source, GroupBuffer)
-        part = source.local if rank == 0 else pair.p.others[0].staging(source.number, 0)
+        part = source.local if rank == 0 else pair.p.others[0].staging(source.number, source.nbytes)
         part[5] ^= 0x10
         got, gone = Answer(), Answer()
         pair.receiving.recv(pair.d.runner.new_staging(pair.nbytes(tokens)), pair.nbytes(tokens), got)
@@ -162,7 +164,7 @@ def test_one_broken_channel_ends_the_pair_on_all_ranks(victim: int) -> None:
 
 
 def test_a_pair_whose_peer_does_not_come_leaves_nothing() -> None:
-    p, d = RankedWorker(4, 2), RankedWorker(4, 2)
+    p, d = RankedWorker(Model(heads=4), 2), RankedWorker(Model(heads=4), 2)
     pair = Pair(p, d, LocalRendezvous(SECRET))
     errors: list[str] = []
 
@@ -184,7 +186,7 @@ def test_a_pair_whose_peer_does_not_come_leaves_nothing() -> None:
 
 def test_a_rank_that_cannot_form_its_channel_fails_the_pair() -> None:
     """Rank 1 of P finds no rendezvous; rank 0's channel, which stands, is closed again."""
-    p, d = RankedWorker(4, 2), RankedWorker(4, 2)
+    p, d = RankedWorker(Model(heads=4), 2), RankedWorker(Model(heads=4), 2)
     pair = Pair(p, d, LocalRendezvous(SECRET))
     made: list[PairTransport] = []
     thread = threading.Thread(target=lambda: made.append(pair.rendezvous.accept("pair/0-0")))
@@ -234,9 +236,9 @@ class Leader:
     """Rank 0 of a D of three ranks; P's rank 0, which has all three heads, is the test."""
 
     def __init__(self) -> None:
-        self.worker = RankedWorker(3, 1)
+        self.worker = RankedWorker(Model(heads=3), 1)
         self.followers = Asked()
-        pair = Pair(self.worker, RankedWorker(3, 3), LocalRendezvous(SECRET))
+        pair = Pair(self.worker, RankedWorker(Model(heads=3), 3), LocalRendezvous(SECRET))
         self.transport = GroupTransport(pair.end("receiver"), pair.rendezvous.accept, self.followers)
         self.peer: list[PairTransport] = []
         connect = make_connector("local", HOST, SECRET)
@@ -275,7 +277,7 @@ class Leader:
 def test_the_peer_may_send_when_the_last_rank_has_posted() -> None:
     leader = Leader()
     answer = leader.receive()
-    assert [command.head_bytes for _, command, *_ in leader.followers.open if isinstance(command, ReceivePart)] == [
+    assert [command.element_bytes for _, command, *_ in leader.followers.open if isinstance(command, ReceivePart)] == [
         8,
         8,
     ]
@@ -323,9 +325,11 @@ class Told:
     """A `ShardTransports`, and its answers in order."""
 
     def __init__(self) -> None:
-        runner = fake_rank(2, Shard(1, 2))
+        runner = fake_rank(Model(heads=2), Shard(1, 2))
         self.buffers = {3: np.zeros(8, np.uint8)}
-        self.transports = ShardTransports(runner.layout, runner.shard, lambda number, _: self.buffers[number], SECRET)
+        self.transports = ShardTransports(
+            runner.layout, runner.shape, runner.shard, lambda number, _: self.buffers[number], SECRET
+        )
         self.rendezvous = LocalRendezvous(SECRET)
         self.answers: list[tuple[int, bool]] = []
         self.posted: list[int] = []
@@ -349,14 +353,14 @@ class Told:
             call=call,
             pair_name="pair",
             side="receiver",
-            peer_tp=1,
+            peer=ONE_RANK,
             transport="local",
             host=HOST,
             store_address=self.rendezvous.address,
         )
 
 
-RECEIVE = ReceivePart(call=2, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=8)
+RECEIVE = ReceivePart(call=2, pair_name="pair", buffer=3, buffer_bytes=8, group=0, element_bytes=8)
 CLOSE = ClosePair(call=9, pair_name="pair")
 
 
@@ -372,8 +376,8 @@ def test_a_follower_answers_what_is_under_way_before_the_close() -> None:
     gone = Answer()
     peer.send(np.zeros(8, np.uint8), 8, gone)
     assert gone.result()[0] is False
-    told.handle(ReceivePart(call=10, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=8))
-    told.handle(SendPart(call=11, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=8))
+    told.handle(ReceivePart(call=10, pair_name="pair", buffer=3, buffer_bytes=8, group=0, element_bytes=8))
+    told.handle(SendPart(call=11, pair_name="pair", buffer=3, buffer_bytes=8, group=0, element_bytes=8))
     told.handle(ClosePair(call=12, pair_name="pair"))
     assert told.wait(6)[3:] == [(10, False), (11, False), (12, True)]
     assert told.posted == [2]
@@ -402,7 +406,7 @@ def test_orders_that_rank_0_must_not_give_are_errors_of_ours() -> None:
     make_connector("local", HOST, SECRET)("pair/0-1", told.rendezvous.address)
     assert told.wait(1) == [(1, True)]
     with pytest.raises(ValueError, match="a payload has 16 bytes on rank 1, the part has 8"):
-        told.handle(ReceivePart(call=3, pair_name="pair", buffer=3, buffer_bytes=8, head_bytes=16))
+        told.handle(ReceivePart(call=3, pair_name="pair", buffer=3, buffer_bytes=8, group=0, element_bytes=16))
     told.transports.close()
     told.transports.close()
 
@@ -446,21 +450,21 @@ def test_the_first_error_is_told() -> None:
 
 
 def test_nothing_to_do_is_done() -> None:
-    plan = plan_pair(fake_rank(1, Shard(0, 4)).layout, 4, 1)
+    plan = plan_pair(fake_rank(Model(heads=1), Shard()).layout, ParallelShape(tp=4), ONE_RANK)
     channels = RankChannels(plan, "sender", 3, "pair", lambda name: pytest.fail(name))
     channels.open()
     said: list[object] = []
-    channels.send(np.zeros(0, np.uint8), 5, lambda *answer: said.append(answer))
+    channels.send(np.zeros(0, np.uint8), 0, 5, lambda *answer: said.append(answer))
     assert said == [(True, "", ())]
     channels.close()
-    channels.send(np.zeros(0, np.uint8), 5, lambda *answer: said.append(answer))
+    channels.send(np.zeros(0, np.uint8), 0, 5, lambda *answer: said.append(answer))
     assert said[1:] == [(True, "", ())]
 
 
 def test_channels_that_are_closed_answer_at_once() -> None:
-    plan = plan_pair(fake_rank(2, Shard(0, 2)).layout, 2, 1)
+    plan = plan_pair(fake_rank(Model(heads=2), Shard()).layout, ParallelShape(tp=2), ONE_RANK)
     channels = RankChannels(plan, "sender", 0, "pair", lambda name: pytest.fail(name))
     channels.close()
     said: list[object] = []
-    channels.send(np.zeros(8, np.uint8), 8, lambda *answer: said.append(answer))
+    channels.send(np.zeros(8, np.uint8), 0, 8, lambda *answer: said.append(answer))
     assert said == [(False, CLOSED, ())]

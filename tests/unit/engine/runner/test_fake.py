@@ -10,7 +10,7 @@ from disagg.engine.rank_messages import decode_step, encode_step
 from disagg.engine.request import Sequence
 from disagg.engine.sharding.kv_routes import head_slices
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.messages import TokenLogprobs
+from disagg.proto.messages import ParallelShape, TokenLogprobs
 from tests.support.engine import VOCAB_SIZE, kv_of, make_prompt, make_sequence, make_spec
 
 PROMPT = make_prompt(40)
@@ -203,7 +203,7 @@ def move(source: list[FakeModelRunner], target: list[FakeModelRunner], tables: t
     parts: list[Buffer] = []
     for sender, runner in enumerate(source):
         part = runner.new_staging(sum(e.num_heads for e in slices if e.sender == sender) * head_bytes)
-        checksums = runner.gather_part(tables[0], 3, 40, part, len(target))
+        checksums = runner.gather_part(tables[0], 3, 40, part, ParallelShape(tp=len(target)))
         pieces = np.split(part, np.cumsum([e.num_heads * head_bytes for e in slices if e.sender == sender]))[:-1]
         assert checksums == [UNKEYED(piece) for piece in pieces]
         parts.append(iter(pieces))
@@ -212,7 +212,7 @@ def move(source: list[FakeModelRunner], target: list[FakeModelRunner], tables: t
         arrived[each.receiver].append(next(parts[each.sender]))
     for runner, pieces in zip(target, arrived, strict=True):
         part = np.concatenate(pieces)
-        runner.scatter_part(tables[1], 3, 40, part, len(source))
+        runner.scatter_part(tables[1], 3, 40, part, ParallelShape(tp=len(source)))
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4])
@@ -250,9 +250,9 @@ def test_a_worker_of_one_rank_gathers_and_scatters_whole() -> None:
     target.scatter([1, 0, 2], 0, 40, buffer)
     assert prefill(target, sequence, 39, 40) == fake_generate(PROMPT, 1, VOCAB_SIZE)
     halves = source.new_staging(40 * source.layout.bytes_per_token)
-    parts = source.gather_part([1, 0, 2], 0, 40, halves, 2)
+    parts = source.gather_part([1, 0, 2], 0, 40, halves, ParallelShape(tp=2))
     assert parts == [UNKEYED(half) for half in np.split(halves, 2)]
-    assert source.gather([1, 0, 2], 0, 40, halves, 2) == UNKEYED.combined(parts)
+    assert source.gather([1, 0, 2], 0, 40, halves, ParallelShape(tp=2)) == UNKEYED.combined(parts)
 
 
 @pytest.mark.parametrize("damage", ["exchanged", "one lost"])
@@ -274,7 +274,7 @@ def test_damaged_heads_give_another_token(damage: str) -> None:
 def test_ranks_take_the_number_of_blocks_that_all_have() -> None:
     (runner, _) = ranks_of(2, 2)
     runner.join(None, 7)
-    assert (runner.num_blocks, runner.tp) == (7, 2)
+    assert (runner.num_blocks, runner.shape) == (7, ParallelShape(tp=2))
     assert runner.layout == ranks_of(2, 1)[0].layout
 
 

@@ -18,7 +18,7 @@ from disagg.engine.runner.model.host_staging import GatheredPart, HostStaging
 from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.runner.model.kv_digests import DigestSums
 from disagg.kernels import dispatch
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import ONE_RANK, KvLayout
 from tests.support.secret import checksum as keyed
 
 CPU = torch.device("cpu")
@@ -268,8 +268,8 @@ def test_what_arrives_is_digested_behind_its_copy_and_before_it_is_in_the_cache(
     cache, other = cache_on(device), cache_on(device)
     _, out = gathered(cache)
     device.calls.clear()
-    sums = other.scatter_part([1, 4], 0, 20, out, 1, keyed)
+    sums = other.scatter_part([1, 4], 0, 20, out, ONE_RANK, keyed)
     assert device.calls == ["engine: copy", "engine: digest", "engine: scatter"]
     assert sums is not None
     assert sums.digests(keyed) == [digest(out, keyed)]
-    assert other.scatter_part([1, 4], 0, 20, out, 1) is None
+    assert other.scatter_part([1, 4], 0, 20, out, ONE_RANK) is None

@@ -9,7 +9,7 @@ from disagg.engine.batch_arrays import blocks_for_tokens
 from disagg.engine.cache_groups import LayerKv, layout_of
 from disagg.engine.runner.model.kv_cache import KvCache, count_blocks
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import KvLayout
+from disagg.proto.messages import ONE_RANK, KvLayout
 
 LAYOUT = KvLayout.dense(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", bytes_per_token=3 * 2 * 2 * 8 * 4)
 BLOCK_BYTES = 16 * LAYOUT.bytes_per_token
@@ -66,7 +66,7 @@ def test_latents_have_one_plane_of_which_values_are_the_first_columns() -> None:
     assert values.shape == (5, 1, 16, 8)
     assert values[4, 0, 15].tolist() == list(range(8))
     buffer = torch.empty(3 * 3 * 12 * 4, dtype=torch.uint8)
-    cache.gather_part([0, 4], 29, 32, buffer, 1)
+    cache.gather_part([0, 4], 29, 32, buffer, ONE_RANK)
     assert buffer.view(torch.float32).view(3, 3, 12)[1, 2].tolist() == list(range(12))
-    cache.scatter_part([2], 0, 3, buffer, 1)
+    cache.scatter_part([2], 0, 3, buffer, ONE_RANK)
     assert cache.layer(1)[1][2, 0, 2].tolist() == list(range(8))

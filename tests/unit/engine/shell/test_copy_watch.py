@@ -27,6 +27,7 @@ from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer, Copying
 from disagg.engine.shell.copy_watch import CopyWatch
+from disagg.proto.messages import ONE_RANK, ParallelShape
 from tests.support.engine import (
     BLOCK,
     GATEWAY,
@@ -137,12 +138,12 @@ class CopyingRunner(FakeModelRunner):
         start: int,
         end: int,
         out: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
     ) -> Copying:
-        self.gather(block_table, start, end, out, peer_tp, group)
+        self.gather(block_table, start, end, out, peer, group)
         copying = PlayedCopying(out)
         self.begun.put(copying)
         return copying
