@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from disagg.decode_worker.service import Outgoing
 from disagg.engine.commands import Release, Scatter, Scattered
 from disagg.engine.io.blocking import call_on_thread
-from disagg.engine.kv_transfer.transport import Done, Posted, Received, ignore_posted
+from disagg.engine.kv_transfer.transport import Done, PairTransport, Posted, Received, ignore_posted
 from disagg.engine.kv_transfer.transports.local import LocalRendezvous
 from disagg.engine.plan import Buffer
 from disagg.proto import handover
@@ -21,7 +22,7 @@ from tests.support.secret import SECRET
 from tests.unit.decode_worker.test_role import PAYLOAD, Bench, Peer, bench
 
 
-class LateTransport:
+class LateTransport(PairTransport):
     """A transport of several ranks, played by the test: receives are posted, and over, when it says so."""
 
     name = "late"
@@ -134,3 +135,26 @@ async def test_ranks_that_cannot_share_the_heads_are_refused(ours: int, theirs: 
         assert isinstance(answer, handover.PairRefused)
         text = f"tp {theirs} (prefill) and tp {ours} (decode) do not go with 4 KV heads"
         assert answer.reason == f"{text}: 4 cannot be divided among 3 ranks"
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"stage_ends": (1, 2, 3)}, "has stages up to layers [1, 2, 3]; they must ascend and end at 2"),
+        ({"stage_ends": (2, 1)}, "has stages up to layers [2, 1]; they must ascend and end at 2"),
+        ({"stage_ends": (0, 2)}, "has stages up to layers [0, 2]; they must ascend and end at 2"),
+        ({"stage_ends": (1,)}, "has stages up to layers [1]; they must ascend and end at 2"),
+        ({"stage_ends": tuple(range(1, 100_000))}, "has tp 1 and pp 99999; there may be at most 64 ranks"),
+        ({"tp": 40, "stage_ends": (1, 2)}, "has tp 40 and pp 2; there may be at most 64 ranks"),
+        ({"tp": 1 << 60}, f"has tp {1 << 60}; it must be from 1 to 64"),
+    ],
+)
+async def test_stages_that_the_model_cannot_have_are_refused(shape: dict[str, Any], reason: str) -> None:
+    """What a peer says of itself is checked before anything is made of it."""
+    async with bench() as it:
+        layout = KvLayout.dense(num_layers=2, num_kv_heads=1, head_dim=1, dtype="fake", bytes_per_token=16)
+        it.context.info = info_of("d", "decode", kv_layout=layout)
+        theirs = info_of("p", "prefill", kv_layout=layout, **shape)
+        answer = it.role._accept(PairHello(info=theirs, receiver_incarnation=Incarnation("d.1")), Outgoing(1))
+        assert answer == handover.PairRefused(reason=f"the prefill worker {reason}")
+        assert it.idle()

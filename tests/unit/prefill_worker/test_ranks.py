@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from disagg.engine.commands import Add, ChunkPlanned, Gather, Gathered
 from disagg.engine.io.blocking import call_on_thread
 from disagg.engine.kv_transfer.transports.factory import make_connector
 from disagg.proto.handover import Abort, ChunkDone, ChunkHeader, ClearToSend, Failure, Offer
 from disagg.proto.ids import RequestId
+from disagg.proto.messages import ParallelShape
 from tests.support.reshard import Answer
 from tests.support.roles import PlayedStream, key_of, settle, spec_of, until
 from tests.support.secret import SECRET
@@ -17,7 +20,7 @@ from tests.unit.prefill_worker.test_role import Bench, bench
 
 async def form(it: Bench, stream: PlayedStream) -> list[Any]:
     """A pair with a D of two ranks, both of which hold the one KV head; their channels."""
-    welcome = it.welcome(tp=2)
+    welcome = it.welcome(shape=ParallelShape(tp=2))
     stream.welcome.set_result(welcome)
     accept = make_connector("local", "127.0.0.1", SECRET, "receiver")
     return [
@@ -57,12 +60,21 @@ async def test_a_wider_decode_worker_gets_each_rank_its_slices(streams: list[Pla
         await until(it.idle)
 
 
-async def test_a_decode_worker_that_cannot_share_the_heads_ends_the_pair(streams: list[PlayedStream]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        (ParallelShape(tp=65), "the decode worker has tp 65; it must be from 1 to 64"),
+        (ParallelShape(stage_ends=(1, 2)), "the decode worker has stages up to layers [1, 2]; they must ascend"),
+    ],
+)
+async def test_a_decode_worker_of_a_shape_that_cannot_be_ends_the_pair(
+    streams: list[PlayedStream], shape: ParallelShape, text: str
+) -> None:
     async with bench() as it:
         it.dispatch(spec_of("a"))
-        streams[0].welcome.set_result(it.welcome(tp=65))
+        streams[0].welcome.set_result(it.welcome(shape=shape))
         await until(lambda: it.context.ends)
         await settle()
         assert it.context.ends[0].reason == "refused"
-        assert "the decode worker has tp 65; it must be from 1 to 64" in it.context.ends[0].detail
+        assert text in it.context.ends[0].detail
         assert it.idle()

@@ -76,7 +76,7 @@ def test_a_prompt_is_sent() -> None:
     assert io.calls() == [("reserved", KEY), Add(SPEC, hold_after_prefill=True)]
     assert shell.on_event(ChunkPlanned(KEY, 6))
     gather, header = io.calls()
-    assert gather == Gather(KEY, 0, 0, 6, bytes(48), 2, digests=True)
+    assert gather == Gather(KEY, 0, 0, 6, bytes(48), ParallelShape(tp=2), digests=True)
     assert header == ChunkHeader(**NAMED, seq=0, start_token=0, end_token=6, nbytes=48, checksum=None)
     assert (shell.num_copies, shell.is_copying(KEY), shell.is_copying(spec_of("b", [1]).key)) == (1, True, False)
     assert shell.on_event(Gathered(KEY, 0, True, 5))
@@ -188,7 +188,7 @@ def test_an_attempt_is_received() -> None:
     assert (receive, type(clear)) == (ReceiveKv(KEY, 0, 0, 48), ClearToSend)
     assert shell.num_copies == 0
     shell.on_received(KEY, 0, ok=True, checksum=5)
-    assert io.calls() == [Scatter(KEY, 0, 0, 6, bytes(48), 2)]
+    assert io.calls() == [Scatter(KEY, 0, 0, 6, bytes(48), ParallelShape(tp=2))]
     assert (shell.num_copies, shell.is_copying(KEY)) == (1, True)
     assert shell.on_event(Scattered(KEY, 0, True))
     assert (shell.num_copies, shell.is_copying(KEY)) == (0, False)
