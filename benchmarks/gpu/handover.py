@@ -166,7 +166,7 @@ def measure_beside_steps(rows: RowFile, shape: TensorSizes, device: torch.device
             part.wait()
 
     def begin(start: int, end: int, out: Tensor) -> GatheredPart:
-        return cache.start_gather(table, start, end, out, 1, digests=True)
+        return cache.start_gather(table, start, end, out, ONE_RANK, digests=True)
 
     def make(start: int, end: int, out: Tensor) -> None:
         cache.gather_part(table, start, end, out, ONE_RANK)

@@ -98,7 +98,7 @@ def send_all(side: Side, transport: PairTransport) -> dict[str, Any]:
             send(Gathered(KEY, seq, ok=True))
             continue
         out = tensor_of(side.buffers[slot])
-        part = side.cache.start_gather(side.table, start, end, out, 1, CHECKSUM, digests=True)
+        part = side.cache.start_gather(side.table, start, end, out, ONE_RANK, CHECKSUM, digests=True)
         watch.watch(Gathering(KEY, seq, part))
     for _ in range(SLOTS):
         taken(free)

@@ -45,7 +45,7 @@ def test_copies_that_nobody_waits_for_keep_their_bytes_apart(device: torch.devic
     ranges = [(CHUNK_TOKENS * number, CHUNK_TOKENS * (number + 1)) for number in range(NUM_CHUNKS)]
     keep_busy(device)
     parts = [
-        cache.start_gather(TABLE, start, end, out, 1, keyed, digests=digests)
+        cache.start_gather(TABLE, start, end, out, ONE_RANK, keyed, digests=digests)
         for (start, end), out in zip(ranges, buffers, strict=True)
     ]
     cache.tensor_NL2KBD.zero_()  # behind what reads it

@@ -31,6 +31,7 @@ from disagg.engine.rank_messages import (
     Done,
     FreeBuffer,
     GatherPart,
+    Mark,
     RankCall,
     RankCommand,
     ReadAdapter,
@@ -126,8 +127,8 @@ class PlayedFollower:
                 part = self.staging(command.buffer, command.buffer_bytes)
                 self.runner.scatter_part(table, command.start, command.end, part, command.peer, command.group)
                 reply(Done(call=command.call, ok=True))
-            case Capture() | ReadAdapter():
-                raise AssertionError("nothing is captured here, and no adapter read")
+            case Capture() | Mark() | ReadAdapter():
+                raise AssertionError("nothing is captured here, no step marked, and no adapter read")
             case _:
                 self.transports.handle(command, reply, on_posted)
 

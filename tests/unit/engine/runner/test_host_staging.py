@@ -122,7 +122,7 @@ def cache_on(device: PlayedDevice) -> KvCache:
 
 def gathered(cache: KvCache, end: int = 20, *, digests: bool = True) -> tuple[GatheredPart, Tensor]:
     out = torch.zeros(end * LAYOUT.bytes_per_token, dtype=torch.uint8)
-    return cache.start_gather(TABLE, 0, end, out, 1, keyed, digests=digests), out
+    return cache.start_gather(TABLE, 0, end, out, ONE_RANK, keyed, digests=digests), out
 
 
 def test_a_piece_is_copied_behind_what_fills_it_and_filled_behind_what_copies_it(
