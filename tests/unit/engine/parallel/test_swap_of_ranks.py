@@ -27,11 +27,13 @@ from tests.support.rank_connections import FakeGroup, fake_group
 NUM_BLOCKS = 8
 
 
-@pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 2), (2, 4), (4, 2), (2, 1)])
-def test_all_ranks_have_the_kv_of_what_was_suspended(size: int, num_kv_heads: int) -> None:
-    """Rank 0 reads back only its own heads, so the pages of the others are looked at."""
+@pytest.mark.parametrize(
+    ("size", "num_kv_heads", "pp"), [(2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)]
+)
+def test_all_ranks_have_the_kv_of_what_was_suspended(size: int, num_kv_heads: int, pp: int) -> None:
+    """Rank 0 reads back only its own heads and layers, so the pages of the others are looked at."""
     prompts = {f"r{number}": make_prompt(20 + number, seed=number) for number in range(4)}
-    with fake_group(size, num_kv_heads, NUM_BLOCKS) as group:
+    with fake_group(size, num_kv_heads, NUM_BLOCKS, pp=pp, num_layers=pp) as group:
         runner: Any = group.runner
         core = make_core(decode_reserve_tokens=0, swap_bytes=1 << 20, roles=("decode",), runner=runner)
         events = handle_all(core, *(Add(make_spec(name, p, max_tokens=70)) for name, p in prompts.items()))
@@ -59,7 +61,13 @@ def assert_kv(group: FakeGroup, core: EngineCore, sequence: Sequence) -> None:
     )  # All ranks have done what they were told.
     for runner in (local, *(rank.runner for rank in group.ranks)):
         fresh = FakeModelRunner(
-            NUM_BLOCKS, 16, 4096, VOCAB_SIZE, num_kv_heads=runner.layout.groups[0].num_heads, shard=runner.shard
+            NUM_BLOCKS,
+            16,
+            4096,
+            VOCAB_SIZE,
+            num_kv_heads=runner.layout.groups[0].num_heads,
+            num_layers=runner.shard.stages,
+            shard=runner.shard,
         )
         alone = make_sequence(sequence.spec, state=SequenceState.RUNNING)
         alone.token_ids, alone.block_table = sequence.token_ids, sequence.block_table

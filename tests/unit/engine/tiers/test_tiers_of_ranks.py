@@ -1,4 +1,4 @@
-"""Host memory of a worker of several ranks: each keeps its own heads, and has them back."""
+"""Host memory of a worker of several ranks: each keeps its own heads and layers, and has them back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.rank_connections import fake_group
 from tests.support.tiers import TierWorker
 
 
-@pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 2), (4, 2)])
-def test_every_rank_gets_back_what_it_had(size: int, num_kv_heads: int) -> None:
-    """Rank 0 reads back only its own heads: the others compute the next token of each prompt from theirs, too."""
+@pytest.mark.parametrize(("size", "num_kv_heads", "pp"), [(2, 2, 1), (4, 2, 1), (1, 1, 3), (2, 2, 2)])
+def test_every_rank_gets_back_what_it_had(size: int, num_kv_heads: int, pp: int) -> None:
+    """Rank 0 reads back only its own heads and layers: the others compute the next token from theirs, too."""
     prompts = {name: make_prompt(150, seed=number) for number, name in enumerate("abc")}
-    with fake_group(size, num_kv_heads, 17) as group:
+    with fake_group(size, num_kv_heads, 17, pp=pp, num_layers=pp) as group:
         runner: Any = group.runner
         num_bytes = extent_bytes(runner.layout, size)
         worker = TierWorker(host_extents=4, num_blocks=17, runner=runner, extent_bytes=num_bytes)
