@@ -87,7 +87,7 @@ class GroupRunner(ModelRunner):
     @property
     @override
     def buffers(self) -> tuple[BufferSize, ...]:
-        """Of this rank; the others have as much."""
+        """Of this rank; the others of its stage have as much."""
         return self._local.buffers
 
     @property

@@ -74,14 +74,19 @@ def whole_runner(num_kv_heads: int) -> FakeModelRunner:
     return runner
 
 
-@pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 1), (2, 4), (4, 2), (3, 3)])
-def test_a_group_computes_what_one_rank_does(size: int, num_kv_heads: int) -> None:
-    with fake_group(size, num_kv_heads) as group:
+@pytest.mark.parametrize(
+    ("size", "num_kv_heads", "ends"),
+    [(2, 1, ()), (2, 4, ()), (4, 2, ()), (3, 3, ()), (1, 1, (2, 5)), (2, 2, (1, 5)), (1, 2, (1, 2, 3, 5))],
+)
+def test_a_group_computes_what_one_rank_does(size: int, num_kv_heads: int, ends: tuple[int, ...]) -> None:
+    shape = ParallelShape(tp=size, stage_ends=ends)
+    with fake_group(size, num_kv_heads, pp=shape.pp, num_layers=5, stage_ends=ends) as group:
         assert len(generate(group.runner, 20)) == 40
-        assert group.runner.shape == ParallelShape(tp=size)
-        assert group.runner.layout == whole_runner(num_kv_heads).layout
+        assert group.runner.shape == shape
+        whole = FakeModelRunner(1, 16, 16, num_kv_heads=num_kv_heads, num_layers=5)
+        assert group.runner.layout == whole.layout
     assert group.faults == group.lost == []
-    assert [rank.statuses for rank in group.ranks] == [[0]] * (size - 1)
+    assert [rank.statuses for rank in group.ranks] == [[0]] * (shape.num_ranks - 1)
     assert all(rank.transports.is_closed for rank in group.ranks)
 
 
