@@ -87,7 +87,7 @@ from disagg.engine.core.scheduler_audit import scheduler_findings
 from disagg.engine.core.serving import Serving
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.step_limit import StepLimit
-from disagg.engine.core.steps import FinishedStep, Steps, failed, num_alike
+from disagg.engine.core.steps import FinishedStep, Steps, failed, num_alike, num_prompt_steps
 from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, is_fatal
 from disagg.engine.request import Sequence, SequenceState
 from disagg.engine.speculation.lookup import Lookup
@@ -154,6 +154,7 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             num_kv_tokens=num_blocks * runner.block_size,
             block_size=runner.block_size,
+            is_even=num_prompt_steps(runner) > 1,
         )
         self._scheduler = Scheduler(
             self._blocks,
@@ -930,11 +931,10 @@ def _order_none(adapter: Adapter, slot: int) -> None:
 def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:
     """The cache groups beside the first one."""
     sizes, groups = runner.window_blocks, runner.layout.groups[1:]
-    queue, windows = runner.step_queue, []
-    num_steps = 1 + queue.max_ahead if queue is not None and queue.kind == "prompts" else 1
+    windows = []
     for number, (group, size, cached) in enumerate(zip(groups, sizes, pools, strict=True), start=1):
         blocks = BlockManager(size, runner.block_size, config.watermark_blocks(size), cached, announces=False)
-        windows.append(WindowGroup(number, group, blocks, num_steps * config.token_budget))
+        windows.append(WindowGroup(number, group, blocks, num_prompt_steps(runner) * config.token_budget))
     return windows
 
 

@@ -107,6 +107,12 @@ def plan_decodes_ahead(scheduler: Scheduler, max_decodes: int) -> StepPlan:
     return plan
 
 
+def num_prompt_steps(runner: ModelRunner) -> int:
+    """How many steps of prompts may be under way together."""
+    step_queue = runner.step_queue
+    return 1 if step_queue is None or step_queue.kind != "prompts" else 1 + step_queue.max_ahead
+
+
 def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
     """How many steps from `plan` on, which was just made, compute one token each for the same sequences and end none of
     them, whatever is sampled; 0 where that is not known. Only a command, a deadline or a stop id changes that: so many

@@ -20,7 +20,16 @@ from disagg.engine.request import Sequence as EngineSequence
 from disagg.engine.request import SequenceState
 from disagg.proto.block_hash import chain_hashes, root_hash
 from disagg.proto.ids import AttemptKey, BlockHash, GatewayId, RequestId
-from disagg.proto.messages import ONE_RANK, ParallelShape, RoleName, Sampling, SequenceSpec, Targets, TokenLogprobs
+from disagg.proto.messages import (
+    ONE_RANK,
+    ParallelShape,
+    RoleName,
+    Sampling,
+    SequenceSpec,
+    StepSample,
+    Targets,
+    TokenLogprobs,
+)
 from disagg.proto.token_ids import pack_token_ids, unpack_token_ids
 
 VOCAB_SIZE = 1000
@@ -98,6 +107,7 @@ def make_core(
     tail_tokens: int = 0,
     runner: ModelRunner | None = None,
     windows: Sequence[tuple[int, int]] = (),
+    calibration: Sequence[StepSample] = (),
 ) -> EngineCore:
     """A core over a fake runner; ten blocks of 16 tokens by default, and no host memory."""
     config = WorkerConfig(
@@ -114,7 +124,7 @@ def make_core(
     )
     if runner is None:
         runner = FakeModelRunner(num_blocks, block_size, max_model_len, VOCAB_SIZE, windows=windows)
-    return EngineCore(runner, config=config)
+    return EngineCore(runner, config=config, calibration=calibration)
 
 
 def run_until_idle(core: EngineCore, now: float = 0.0, max_steps: int = 10_000) -> list[Event]:

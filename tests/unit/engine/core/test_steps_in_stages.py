@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.engine.commands import (
@@ -28,6 +29,7 @@ from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.plan import StepPlan
 from disagg.proto.ids import AttemptKey
+from disagg.proto.messages import StepCoefficients, StepSample
 from tests.support.engine import (
     VOCAB_SIZE,
     assert_idle,
@@ -49,13 +51,16 @@ from tests.support.stages import Clock, StagedRunner
 CHUNK = 64
 """Tokens of a step."""
 PROMPT = make_prompt(5 * CHUNK)
+NO_CONTEXT_COST = [StepSample(1.0 + n, n, n * start + n * (n + 1) // 2) for n in (16, 64) for start in (0, 1000)]
+"""Steps whose time depends on their tokens alone, so that all chunks of a prompt are as long."""
 
 
 def staged(num_stages: int = 4, num_blocks: int = 400, **options: Any) -> tuple[EngineCore, StagedRunner]:
     """A prefill worker of stages that take a second for each step, and its runner."""
     core_options = {name: options.pop(name) for name in ("tail_tokens", "scheduling") if name in options}
     runner = StagedRunner(num_stages, num_blocks, **options)
-    return make_core(runner=runner, roles=("prefill",), token_budget=CHUNK, **core_options), runner
+    core = make_core(runner=runner, roles=("prefill",), token_budget=CHUNK, calibration=NO_CONTEXT_COST, **core_options)
+    return core, runner
 
 
 def hold(name: str, prompt: tuple[int, ...], **options: Any) -> Add:
@@ -420,3 +425,31 @@ def test_random_orders_of_commands_give_the_events_of_synchronous_steps(
             assert len(tokens) <= 1
         assert runner.under_way == []
     assert num_ahead > 4
+
+
+class TestChunks:
+    def test_they_shrink_with_the_context_so_that_steps_take_as_long(self) -> None:
+        """A step takes 1 s, 1 ms for each token, and a microsecond for each pair: at 7,000 tokens before them a full
+        step would take 9.3 times as long as at the beginning."""
+        coefficients = StepCoefficients(1000.0, 1.0, 0.001, 0.0, 0.0)
+
+        def step_ms(plan: StepPlan) -> float:
+            return coefficients.step_ms(plan.measured(0.0))
+
+        shapes = [StepSample(0.0, n, n * start + n * (n + 1) // 2) for n, start in ((64, 0), (512, 0), (512, 7000))]
+        calibration = [msgspec.structs.replace(shape, ms=coefficients.step_ms(shape)) for shape in shapes]
+        runner = StagedRunner(4, 600, max_model_len=9000, step_s=step_ms)
+        core = make_core(
+            runner=runner, roles=("prefill",), token_budget=512, max_model_len=9000, calibration=calibration
+        )
+        handle_all(core, hold("a", make_prompt(8000)))
+        run_until_idle(core)
+        chunks = [step.plan.num_tokens for step in runner.launched]
+        assert chunks[:4] == [512, 384, 320, 288]
+        assert chunks == sorted(chunks, reverse=True)
+        fit = core._model.coefficients
+        full_ms = fit.prompt_ms(0, 512)
+        for step in runner.launched[:-1]:
+            (entry,) = step.plan.prefills
+            most_ms = fit.prompt_ms(entry.start, entry.num_tokens + 9)
+            assert fit.prompt_ms(entry.start, entry.num_tokens - 8) <= full_ms <= most_ms, "to the closest block"
