@@ -6,20 +6,22 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
-from disagg.engine.commands import Add, Command, Ended, Event, Gather, Gathered, Reserve, TokenSampled
+from disagg.engine.commands import Add, Command, End, Ended, Event, Gather, Gathered, Reserve, TokenSampled
 from disagg.engine.core import idle_steps
 from disagg.engine.core.engine_core import EngineCore
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate
-from disagg.engine.plan import QueuedStep, StepPlan, StepResult
+from disagg.engine.plan import QueuedStep, StepPlan, StepQueue, StepResult
 from disagg.engine.shell import engine_thread
 from disagg.engine.shell.engine_thread import Batch, EngineStoppedError, EngineThread
 from disagg.proto.messages import StepSample
 from tests.support.engine import BLOCK, IDLE, VOCAB_SIZE, key_of, make_core, make_prompt, make_spec, new_buffer
 from tests.support.queueing import HostQueuedStep, QueueingRunner
+from tests.support.stages import StagedRunner
 
 WAIT_S = 10.0
 PROMPT = make_prompt(20)
@@ -435,3 +437,101 @@ class TimedRunner(QueueingRunner):
 
         launched.wait = until_it_ends
         return launched
+
+
+def test_steps_that_are_under_way_together_share_the_time_in_which_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one passes four stages of a second each, and each one behind it comes a second later. Commands between
+    them change nothing: they are carried out while the stages compute."""
+    runner = StagedRunner(4, 200)
+    monkeypatch.setattr(engine_thread, "process_clock", lambda: SimpleNamespace(now=lambda: runner.clock.now))
+    core = make_core(runner=runner, roles=("prefill",), token_budget=64)
+    harness = Harness(core)
+    harness.thread.post(Add(make_spec("a", make_prompt(320)), hold_after_prefill=True))
+    harness.thread._turn()
+    while core.has_work:
+        harness.thread.post(End(key_of("nobody"), "cancelled", ""))
+        harness.thread._turn()
+    steps = [step for _ in range(harness.batches.qsize()) for step in harness.batches.get_nowait().steps]
+    assert [(step.prefill_tokens, step.ms) for step in steps] == [
+        (64, 4000.0), (64, 1000.0), (64, 1000.0), (64, 1000.0), (64, 1000.0)
+    ]  # fmt: skip
+
+
+class SignalledStep(QueuedStep):
+    """A step of other ranks, which a test ends."""
+
+    def __init__(self, computed: StepResult) -> None:
+        self._computed = computed
+        self._ended_at: float | None = None
+
+    @property
+    def ended_at(self) -> float | None:
+        return self._ended_at
+
+    def end(self) -> None:
+        self._ended_at = 1.0
+
+    def result(self) -> StepResult:
+        assert self._ended_at is not None, "the engine thread would wait here"
+        return self._computed
+
+
+class SignallingRunner(FakeModelRunner):
+    """Its own step queue, whose steps end when a test says so."""
+
+    kind: Literal["decodes", "prompts"] = "prompts"
+    max_ahead, max_decodes = 4, 0
+
+    def __init__(self) -> None:
+        super().__init__(20, BLOCK, 4096, VOCAB_SIZE)
+        self.launched: queue.SimpleQueue[SignalledStep] = queue.SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+
+    @property
+    def step_queue(self) -> StepQueue | None:  # type: ignore[override]
+        return self
+
+    def enqueue(self, plan: StepPlan, after: QueuedStep | None) -> QueuedStep:
+        step = SignalledStep(self.run(plan))
+        self.launched.put(step)
+        return step
+
+    def watch(self, wake: Callable[[], None]) -> bool:
+        self.wake = wake
+        return True
+
+    def end(self, step: SignalledStep) -> None:
+        step.end()
+        self.wake()
+
+
+def test_beside_steps_of_other_ranks_the_thread_waits_for_whichever_comes_first() -> None:
+    """A prompt that comes is launched at once; and what is computed is told at once."""
+    runner = SignallingRunner()
+    with running(make_core(runner=runner, roles=("prefill",))) as harness:
+        harness.thread.post(Add(make_spec("a", PROMPT), hold_after_prefill=True))
+        first = runner.launched.get(timeout=WAIT_S)
+        harness.thread.post(Add(make_spec("b", make_prompt(20, seed=1)), hold_after_prefill=True))
+        second = runner.launched.get(timeout=WAIT_S)
+        harness.thread.call(lambda core: core.has_work).result(WAIT_S)
+        began = harness.thread._turn_began
+        for _ in range(3):
+            harness.thread.call(lambda core: core.has_work).result(WAIT_S)
+        assert harness.thread._turn_began == began is not None, (
+            "a step that never ends is known by the time of its turn"
+        )
+        told: list[tuple[str, str]] = []
+
+        def wait_for(number: int) -> None:
+            while len(told) < number:
+                told.extend(
+                    (type(event).__name__, event.key.request_id) for event in harness.batches.get(timeout=WAIT_S).events
+                )
+
+        wait_for(2)
+        runner.end(first)
+        wait_for(4)
+        runner.end(second)
+        wait_for(6)
+    computed = [(kind, name) for name in "ab" for kind in ("TokenSampled", "PrefillComputed")]
+    assert told == [("ChunkPlanned", "a"), ("ChunkPlanned", "b"), *computed]
