@@ -2,7 +2,8 @@
 
     run      the batch as arrays ──> `Step` to all; they meet inside the layers, and rank 0 samples
              with stages, steps of prompts are queued: `stage_queue.py`
-    gather   `GatherPart` to those that send something, the own part, then all answers
+    gather   `GatherPart` to those that send something, the own part, then all answers: `start_gather` of a worker with
+             stages leaves it to another thread to wait for them
     scatter  `ScatterPart` to those that receive something, the own part, then all answers: the staging slot is used
              again afterwards
 
@@ -30,7 +31,7 @@ from disagg.engine.parallel.followers import RankLostError
 from disagg.engine.parallel.interfaces import Followers, ShardRunner
 from disagg.engine.parallel.stage_queue import StageQueue
 from disagg.engine.parallel.staging import GroupBuffer, own_part
-from disagg.engine.plan import LoadedAdapter, ModelRunner, StepPlan, StepQueue, StepResult
+from disagg.engine.plan import Copying, LoadedAdapter, ModelRunner, StepPlan, StepQueue, StepResult
 from disagg.engine.rank_messages import (
     Capture,
     ClearBuffer,
@@ -200,14 +201,39 @@ class GroupRunner(ModelRunner):
                 cover `end`.
             RankLostError: a follower could not do its part, or is lost.
         """
+        copying = self._start_gather(block_table, start, end, out, peer, group)
+        copying.wait()
+        return copying.checksum()
+
+    @override
+    def start_gather(
+        self,
+        block_table: Seq[int],
+        start: int,
+        end: int,
+        out: GroupBuffer,
+        peer: ParallelShape = ONE_RANK,
+        *,
+        digests: bool = False,
+        group: int = 0,
+    ) -> Copying | int:
+        """As `gather`. Of a worker with stages without waiting for the other ranks: they copy behind the steps that
+        were launched before, and meanwhile this one launches others."""
+        if self._step_queue is None:
+            return self.gather(block_table, start, end, out, peer, group)
+        return self._start_gather(block_table, start, end, out, peer, group)
+
+    def _start_gather(
+        self, block_table: Seq[int], start: int, end: int, out: GroupBuffer, peer: ParallelShape, group: int
+    ) -> _RanksCopying:
         moved = plan_pair(self.layout, self.shape, peer).groups[group]
         command = self._command(GatherPart, moved, block_table, start, end, out, peer, group)
-        checksums = self._copy(
+        return self._begin(
             moved.ranks("sender"),
             command,
             lambda: self._local.gather_part(block_table, start, end, out.local, peer, group),
+            lambda checksums: self.checksum.combined(moved.in_order("sender", checksums)),
         )
-        return self.checksum.combined(moved.in_order("sender", checksums))
 
     @override
     def scatter(
@@ -232,7 +258,7 @@ class GroupRunner(ModelRunner):
             self._local.scatter_part(block_table, start, end, data.local, peer, group)
             return ()
 
-        self._copy(moved.ranks("receiver"), command, scatter_own)
+        self._begin(moved.ranks("receiver"), command, scatter_own).wait()
 
     def _command(
         self,
@@ -263,9 +289,15 @@ class GroupRunner(ModelRunner):
             group=group,
         )
 
-    def _copy(self, ranks: Seq[int], command: RankCall, own: Callable[[], Seq[int]]) -> dict[int, Seq[int]]:
-        """Have `ranks` carry out `command`, rank 0, where it is one of them, by its `own` part; the checksums of each.
-        Returns, or raises, when no rank copies any more, unless a rank is lost."""
+    def _begin(
+        self,
+        ranks: Seq[int],
+        command: RankCall,
+        own: Callable[[], Seq[int]],
+        combined: Callable[[dict[int, Seq[int]]], int] = lambda checksums: 0,
+    ) -> _RanksCopying:
+        """Have `ranks` carry out `command`, rank 0, where it is one of them, by its `own` part, which is done then.
+        `combined`: one checksum out of those of each rank. Raises when no rank copies any more, unless one is lost."""
         self._broadcast_freed()
         others = [rank for rank in ranks if rank != 0]
         answers = _Answers(others)
@@ -273,9 +305,10 @@ class GroupRunner(ModelRunner):
             self._followers.call(rank, command, answers.reply_of(rank))
         try:
             own_checksums = own() if 0 in ranks else ()
-        finally:
-            checksums = self._wait(answers, others)
-        return {0: own_checksums} | checksums
+        except BaseException:
+            self._wait(answers, others)
+            raise
+        return _RanksCopying(answers, lambda: {0: own_checksums} | self._wait(answers, others), combined)
 
     def _wait(self, answers: _Answers, ranks: list[int]) -> dict[int, Seq[int]]:
         done = answers.wait(COPY_TIMEOUT_S)
@@ -305,8 +338,41 @@ class _Answers:
 
         return reply
 
+    @property
+    def are_complete(self) -> bool:
+        """Whether all have answered."""
+        return not self._missing
+
     def wait(self, timeout_s: float) -> dict[int, Done]:
         """The answers; fewer than requested only after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._missing, timeout_s)
             return dict(self._done)
+
+
+class _RanksCopying(Copying):
+    """A copy that rank 0 has made, and the other ranks may have to make. `wait` is called once, on any thread, and
+    raises `RankLostError` where one of them could not, or is lost."""
+
+    def __init__(
+        self,
+        answers: _Answers,
+        wait: Callable[[], dict[int, Seq[int]]],
+        combined: Callable[[dict[int, Seq[int]]], int],
+    ) -> None:
+        self._answers = answers
+        self._wait = wait
+        self._combined = combined
+        self._checksums: dict[int, Seq[int]] = {}
+
+    @override
+    def is_done(self) -> bool:
+        return self._answers.are_complete
+
+    @override
+    def wait(self) -> None:
+        self._checksums = self._wait()
+
+    @override
+    def checksum(self) -> int:
+        return self._combined(self._checksums)

@@ -22,6 +22,7 @@ from typing_extensions import override
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.plan import Buffer, Copying, QueuedStep, ScheduledSequence, StepPlan, StepQueue, StepResult
 from disagg.engine.request import SequenceState
+from disagg.proto.messages import ONE_RANK, ParallelShape
 from tests.support.engine import BLOCK, VOCAB_SIZE
 
 
@@ -193,7 +194,13 @@ class StagedRunner(FakeModelRunner):
 
     @override
     def gather(
-        self, block_table: Sequence[int], start: int, end: int, out: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> int:
         copied = self._copy(block_table, start, end, out, group)
         copied.wait()
@@ -206,13 +213,13 @@ class StagedRunner(FakeModelRunner):
         start: int,
         end: int,
         out: Buffer,
-        peer_tp: int = 1,
+        peer: ParallelShape = ONE_RANK,
         *,
         digests: bool = False,
         group: int = 0,
     ) -> Copying | int:
         if not self.copies_later:
-            return self.gather(block_table, start, end, out, peer_tp, group)
+            return self.gather(block_table, start, end, out, peer, group)
         return self._copy(block_table, start, end, out, group)
 
     def _copy(self, block_table: Sequence[int], start: int, end: int, out: Buffer, group: int) -> _Copied:
@@ -229,7 +236,13 @@ class StagedRunner(FakeModelRunner):
 
     @override
     def scatter(
-        self, block_table: Sequence[int], start: int, end: int, data: Buffer, peer_tp: int = 1, group: int = 0
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        data: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        group: int = 0,
     ) -> None:
         self.catch_up()
         for stage in self.stages:

@@ -43,7 +43,7 @@ class GatedRank(FakeModelRunner):
 
 @contextmanager
 def staged_group(stages: int, tp: int = 1) -> Iterator[FakeGroup]:
-    new = partial(GatedRank, 20, 16, 4096, VOCAB_SIZE)
+    new = partial(GatedRank, 20, 16, 4096, VOCAB_SIZE, num_layers=stages)
     runners = [new(shard=Shard.of_number(number, tp, stages)) for number in range(stages * tp)]
     with rank_group(runners, 20) as group:
         try:
@@ -144,3 +144,33 @@ def test_a_launch_that_fails_ends_the_worker() -> None:
         with pytest.raises(RuntimeError, match="no memory"):
             queue_of(group).enqueue(chunk(0, 32), None)
         assert [str(error) for error in group.faults] == ["no memory"]
+
+
+def test_a_copy_waits_for_the_step_before_it_and_the_next_launch_does_not_wait_for_the_copy() -> None:
+    """It has what the step computed: what is there later, too."""
+    with staged_group(2) as group:
+        steps, nbytes = queue_of(group), 2 * 32 * 8
+        first = steps.enqueue(chunk(0, 32), None)
+        copying = group.runner.start_gather([7, 2, 5, 0, 9], 0, 32, group.runner.new_staging(nbytes))
+        assert not isinstance(copying, int)
+        second = steps.enqueue(chunk(32, 70), first)
+        assert not copying.is_done()
+        allow(group.ranks[0].runner, 1)
+        copying.wait()
+        assert copying.is_done()
+        assert second.ended_at is None
+        allow(group.ranks[0].runner, 1)
+        second.result()
+        later = group.runner.gather([7, 2, 5, 0, 9], 0, 32, group.runner.new_staging(nbytes))
+        assert copying.checksum() == later
+
+
+def test_a_copy_of_a_lost_stage_fails() -> None:
+    with staged_group(2) as group:
+        queue_of(group).enqueue(chunk(0, 32), None)
+        copying = group.runner.start_gather([7, 2, 5, 0, 9], 0, 32, group.runner.new_staging(2 * 32 * 8))
+        assert not isinstance(copying, int)
+        group.connections[0].send(Failed(error="the device is gone"))
+        with pytest.raises(RankLostError, match="the device is gone"):
+            copying.wait()
+        assert len(group.faults) == 1
