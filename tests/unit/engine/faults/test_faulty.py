@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.engine.commands import Add
+from disagg.engine.commands import Add, Release
 from disagg.engine.failpoints import parse
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.faults.faulty import NO_FAILPOINTS, Failpoints
@@ -28,6 +28,7 @@ from tests.support.engine import (
     end_of,
     expected_output,
     handle_all,
+    key_of,
     make_core,
     make_prompt,
     make_spec,
@@ -36,6 +37,7 @@ from tests.support.engine import (
 )
 from tests.support.queueing import QueueingRunner
 from tests.support.secret import SECRET, checksum
+from tests.support.stages import StagedRunner
 from tests.unit.engine.tiers.test_extent_file import FIRST, format_of, payload
 
 DATA = np.arange(64, dtype=np.uint8)
@@ -299,6 +301,23 @@ def test_a_step_that_raises_when_it_is_launched() -> None:
     assert token_ids_of(events, "a") == expected_output(prompt, 3)
     assert end_of(events, "a").detail.startswith("step: RuntimeError: failpoint: engine.step=raise")
     assert runner.num_queued == 2
+    assert_idle(core)
+
+
+def test_steps_of_stages_are_queued_with_faults_as_without() -> None:
+    runner = StagedRunner(2, 40)
+    faulty = failpoints("engine.step=raise(after=3,times=1)").runner(runner)
+    assert faulty.step_queue is not None
+    assert (faulty.step_queue.kind, faulty.step_queue.max_ahead) == ("prompts", 2)
+    assert faulty.step_queue.watch(lambda: None)
+    core = make_core(runner=faulty, roles=("prefill",), token_budget=32)
+    prompts = {name: make_prompt(90, seed=seed) for seed, name in enumerate("ab")}
+    specs = [make_spec(name, prompt) for name, prompt in prompts.items()]
+    events = handle_all(core, *(Add(spec, hold_after_prefill=True) for spec in specs)) + run_until_idle(core)
+    assert runner.most_under_way == 2
+    assert token_ids_of(events, "a") == expected_output(prompts["a"], 1)
+    assert end_of(events, "b").detail.startswith("step: RuntimeError: failpoint: engine.step=raise")
+    handle_all(core, Release(key_of("a")))
     assert_idle(core)
 
 
