@@ -23,7 +23,7 @@ from tests.support.captured import captured_steps
 from tests.support.engine import assert_idle, run_until_idle
 from tests.support.stepping import make_runner
 from tests.support.tiny_models import END_OF_TEXT_ID, make_checkpoint
-from tests.unit.engine.parallel.ranks import running_ranks
+from tests.unit.engine.parallel.ranks import running_group, running_ranks
 
 SCHEMA = {
     "type": "object",
@@ -152,6 +152,22 @@ def test_a_prefill_worker_samples_one_token(folder: Path, expected: dict[str, li
     assert [event.token_id for event in events if isinstance(event, TokenSampled)] == expected["greedy"][:1]
     assert [event.token_id for event in events if isinstance(event, PrefillComputed)] == expected["greedy"][:1]
     assert not any(isinstance(event, Ended) for event in events)
+
+
+def test_first_tokens_are_the_same_while_chunks_of_other_prompts_are_in_flight(
+    folder: Path, expected: dict[str, list[int]]
+) -> None:
+    """Of a worker of two stages: a grammar is compiled while the chunks are computed, and rank 0 samples by it when the
+    logits of a last chunk come, behind whose launch it has launched others."""
+    config = WorkerConfig(worker_id="w", roles=("prefill",), model_path="m", token_budget=16, pp=2)
+    with running_group(folder, 1, pp=2) as group:
+        core = EngineCore(group.runner, config=config)
+        for name in HOWS:
+            core.handle(Add(spec_of(name), hold_after_prefill=True), 0.0)
+        events = run_until_idle(core)
+    found = {event.key.request_id: event for event in events if isinstance(event, TokenSampled)}
+    assert {name: event.token_id for name, event in found.items()} == {name: ids[0] for name, ids in expected.items()}
+    assert [name for name, event in found.items() if event.logprobs is not None] == ["with logprobs"]
 
 
 @pytest.mark.parametrize("num_known", range(1, 26))
