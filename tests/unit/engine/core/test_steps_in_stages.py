@@ -367,7 +367,7 @@ class Script:
             if self.prompts and chance.random() < 0.25:
                 key = chance.choice(sorted(self.prompts))
                 self.ended.add(key)
-                commands.append(chance.choice([Release(key), End(key, "cancelled", "")]))
+                commands.append(Release(key) if chance.random() < 0.5 else End(key, "cancelled", ""))
             self.turns.append(commands)
 
     def play(self, runner: FakeModelRunner) -> dict[AttemptKey, list[Event]]:

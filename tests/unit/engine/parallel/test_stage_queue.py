@@ -21,7 +21,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan, StepQueue
 from disagg.engine.rank_messages import Failed
 from disagg.engine.sharding.shards import Shard
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
-from tests.support.rank_connections import WAIT_S, FakeGroup, rank_group
+from tests.support.rank_connections import WAIT_S, RankGroup, rank_group
 
 PROMPT = make_prompt(70)
 CONFIG = WorkerConfig(worker_id="test-0", roles=("prefill",), model_path="fake", watermark=0.0, token_budget=32, pp=2)
@@ -42,7 +42,7 @@ class GatedRank(FakeModelRunner):
 
 
 @contextmanager
-def staged_group(stages: int, tp: int = 1) -> Iterator[FakeGroup]:
+def staged_group(stages: int, tp: int = 1) -> Iterator[RankGroup[GatedRank]]:
     new = partial(GatedRank, 20, 16, 4096, VOCAB_SIZE, num_layers=stages)
     runners = [new(shard=Shard.of_number(number, tp, stages)) for number in range(stages * tp)]
     with rank_group(runners, 20) as group:
@@ -53,12 +53,11 @@ def staged_group(stages: int, tp: int = 1) -> Iterator[FakeGroup]:
                 allow(rank.runner, 100)
 
 
-def allow(runner: FakeModelRunner, number: int) -> None:
-    assert isinstance(runner, GatedRank)
+def allow(runner: GatedRank, number: int) -> None:
     runner.allowed.release(number)
 
 
-def queue_of(group: FakeGroup) -> StepQueue:
+def queue_of(group: RankGroup[GatedRank]) -> StepQueue:
     assert group.runner.step_queue is not None
     return group.runner.step_queue
 
@@ -97,7 +96,6 @@ def test_the_last_stage_says_when_a_step_is_computed() -> None:
         allow(group.ranks[1].runner, 1)
         first.result()
         for other in (group.ranks[0].runner, group.ranks[2].runner):
-            assert isinstance(other, GatedRank)
             assert other.steps.get(timeout=WAIT_S).num_decodes == 0
 
 
