@@ -36,6 +36,7 @@ class StageOutput:
     _rows: Callable[[], Tensor] | None
     _logits: Sequence[Receiving]
 
+    @torch.inference_mode()
     def wait(self) -> tuple[Tensor | None, Tensor]:
         """(rows behind the final norm [R, H], None where they are not wanted; logits [R, V], no rows likewise).
 
