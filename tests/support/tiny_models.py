@@ -294,9 +294,18 @@ FAMILY_KINDS = {
 }
 """Families whose layers have other parts than Llama's."""
 
+STAGE_KINDS = {
+    "llama_four": _Kind("Llama", _FOUR),
+    "llama_four_tied": _Kind("Llama", {**_FOUR, "tie_word_embeddings": True}),
+    "qwen3_moe_four": _Kind("Qwen3Moe", {**EXPERT_KINDS["qwen3_moe"].changes, **_FOUR}),
+    "gpt_oss_four": _Kind("GptOss", {**EXPERT_KINDS["gpt_oss"].changes, **_FOUR}),
+    "deepseek_v3_four": _Kind("DeepseekV3", {**LATENT_KINDS["deepseek_v3"].changes, **_FOUR}),
+}
+"""Layers enough for four stages."""
+
 
 def make_checkpoint(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_bytes: int = 1 << 30) -> Path:
-    """Write a checkpoint of `KINDS` or `FAMILY_KINDS` into `folder`, the same bytes at every call, and return it. Each
+    """Write a checkpoint of any of these kinds into `folder`, the same bytes at every call, and return it. Each
     is made once in a process, and copied."""
     shutil.copytree(_made(kind, dtype, shard_bytes), folder, dirs_exist_ok=True)
     return folder
@@ -329,7 +338,7 @@ def _folder_of_process() -> Path:
 
 
 def _described(kind: str) -> _Kind:
-    return {**KINDS, **FAMILY_KINDS}[kind]
+    return {**KINDS, **FAMILY_KINDS, **STAGE_KINDS}[kind]
 
 
 def _config(kind: str) -> Any:

@@ -102,11 +102,12 @@ def make_dequantized(folder: Path, values: dict[str, Tensor], target: Path) -> P
 
 
 def assert_same_model(folder: Path, dequantized: Path) -> None:
-    """Parameters of one rank, of each of two, also with whole experts, in fp32 and in bf16; and the tokens."""
+    """Parameters of one rank, of each of two, also with whole experts, and of each of two stages, in fp32 and in bf16;
+    and the tokens."""
     configs = [read_model_config(each) for each in (folder, dequantized)]
     has_experts = any(isinstance(layer.ffn, ExpertsConfig) for layer in configs[0].layers)
     for shard, dtype, change in itertools.product(
-        (WHOLE, Shard(0, 2), Shard(1, 2)),
+        (WHOLE, Shard(0, 2), Shard(1, 2), Shard(0, 1, 0, 2), Shard(0, 1, 1, 2)),
         (torch.float32, torch.bfloat16),
         (None, with_whole_experts) if has_experts else (None,),
     ):
