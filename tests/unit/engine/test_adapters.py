@@ -24,7 +24,7 @@ from disagg.engine.sharding.shards import Shard
 from disagg.proto.messages import Adapter, SequenceSpec
 from tests.support.adapters import ATTENTION, MAX_RANK, MLP, Orders, adapter_of, options_of, with_adapter
 from tests.support.engine import handle_all, make_spec, run_until_idle, token_ids_of
-from tests.support.ranks import ONE, TWO, Ranks
+from tests.support.ranks import ONE, THREE_STAGES, TWO, TWO_BY_TWO, TWO_STAGES, Ranks
 from tests.support.secret import checksum
 from tests.support.stepping import chunk, decodes_of, make_runner, make_sequence
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint, reference_generate
@@ -159,18 +159,20 @@ def test_a_sequence_that_was_preempted_continues_with_its_adapter(made: Made) ->
 @contextmanager
 def running(made: Made, ranks: Ranks, **changes: Any) -> Iterator[tuple[Engine, Orders]]:
     options = {"adapters": options_of(made.folder)}
-    if ranks.tp == 1:
+    if ranks.num_ranks == 1:
         runner = make_runner(made.base, **options)
         runner.checksum = checksum
         core, orders = core_of(runner, made, **changes)
         yield Engine(core, runner, lambda buffer, _: buffer), orders
     else:
-        with running_group(made.base, ranks.tp, num_blocks=64, **options) as group:
+        with running_group(made.base, ranks.tp, pp=ranks.pp, num_blocks=64, **options) as group:
             core, orders = core_of(group.runner, made, **changes)
             yield Engine(core, group.runner, group.part), orders
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(ONE, TWO), (TWO, ONE)], ids=["1-to-2", "2-to-1"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(ONE, TWO), (TWO, ONE), (TWO_STAGES, THREE_STAGES), (TWO_BY_TWO, TWO_STAGES)], ids=str
+)
 def test_workers_of_other_ranks_continue_with_the_adapter(made: Made, prefill: Ranks, decode: Ranks) -> None:
     """All on both sides loaded before; of the second of each both have the prefix cached."""
     with running(made, prefill) as (source, source_orders), running(made, decode) as (target, target_orders):

@@ -42,7 +42,18 @@ from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import SequenceSpec
 from tests.support.engine import assert_idle, handle_all, key_of, make_core, make_spec, run_until_idle, token_ids_of
 from tests.support.rank_connections import carry
-from tests.support.ranks import FOUR, FOUR_EP, ONE, TWO, TWO_EP, Ranks
+from tests.support.ranks import (
+    FOUR,
+    FOUR_EP,
+    ONE,
+    THREE_STAGES,
+    TWO,
+    TWO_BY_TWO,
+    TWO_BY_TWO_EP,
+    TWO_EP,
+    TWO_STAGES,
+    Ranks,
+)
 from tests.support.secret import checksum
 from tests.support.stepping import make_runner
 from tests.support.tiny_models import EXPERT_KINDS, FAMILY_KINDS, VOCAB_SIZE, make_checkpoint, reference_generate
@@ -72,8 +83,28 @@ EXPERT_PAIRS = (
     (TWO_EP, FOUR_EP),
     (FOUR_EP, TWO_EP),
 )
+STAGE_PAIRS = (
+    (ONE, TWO_STAGES),
+    (TWO_STAGES, ONE),
+    (TWO_STAGES, THREE_STAGES),
+    (THREE_STAGES, TWO_STAGES),
+    (TWO_STAGES, TWO),
+    (TWO, TWO_STAGES),
+    (TWO_BY_TWO, TWO),
+    (FOUR, TWO_BY_TWO),
+    (TWO_BY_TWO, THREE_STAGES),
+)
+"""All families have three layers."""
+EXPERT_STAGE_PAIRS = ((TWO_BY_TWO_EP, TWO_STAGES), (TWO_STAGES, TWO_BY_TWO_EP), (TWO_BY_TWO_EP, TWO_BY_TWO))
 QUICK = {False: ((ONE, TWO), (TWO, ONE)), True: ((ONE, TWO_EP), (TWO_EP, ONE))}
 """One of these for each family in continuous integration, of families without and with experts."""
+QUICK_STAGES = {
+    ("mistral", THREE_STAGES, TWO_STAGES),
+    ("qwen3_moe", TWO_BY_TWO_EP, TWO_STAGES),
+    ("deepseek_v3", TWO_STAGES, TWO),
+    ("gemma3", TWO_STAGES, THREE_STAGES),
+    ("gpt_oss", TWO, TWO_STAGES),
+}
 
 
 def cases() -> list[Any]:
@@ -82,8 +113,8 @@ def cases() -> list[Any]:
     for number, kind in enumerate((*LIKE_LLAMA, *FAMILY_KINDS)):
         has_experts = kind in EXPERT_KINDS
         quick = QUICK[has_experts][number % 2]
-        for pair in (*PAIRS, *(EXPERT_PAIRS if has_experts else ())):
-            marks = () if pair == quick else pytest.mark.slow
+        for pair in (*PAIRS, *STAGE_PAIRS, *((*EXPERT_PAIRS, *EXPERT_STAGE_PAIRS) if has_experts else ())):
+            marks = () if pair == quick or (kind, *pair) in QUICK_STAGES else pytest.mark.slow
             found.append(pytest.param(kind, *pair, id=f"{kind}-{pair[0]}-to-{pair[1]}", marks=marks))
     return found
 
@@ -113,12 +144,12 @@ class Engine:
 @contextmanager
 def running_engine(folder: Path, ranks: Ranks, num_blocks: int, **options: Any) -> Iterator[Engine]:
     """`options` are of `make_core`."""
-    if ranks.tp == 1:
+    if ranks.num_ranks == 1:
         runner = make_runner(folder, num_blocks=num_blocks)
         runner.checksum = checksum
         yield Engine(make_core(runner=runner, **options), runner, lambda buffer, _: buffer)
     else:
-        with running_group(folder, ranks.tp, ep=ranks.ep, num_blocks=num_blocks) as group:
+        with running_group(folder, ranks.tp, pp=ranks.pp, ep=ranks.ep, num_blocks=num_blocks) as group:
             yield Engine(make_core(runner=group.runner, **options), group.runner, group.part)
 
 

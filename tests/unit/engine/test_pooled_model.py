@@ -175,9 +175,10 @@ def read_names(folder: Path) -> list[str]:
         return list(file.keys())
 
 
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("pooling", [LAST, MEAN, SCORE])
-def test_two_ranks_give_the_same(folder: Path, reference: Any, pooling: Pooling) -> None:
-    with running_group(folder, 2) as group:
+def test_several_ranks_give_the_same(folder: Path, reference: Any, pooling: Pooling, pp: int, tp: int) -> None:
+    with running_group(folder, tp, pp=pp) as group:
         core = make_core(runner=group.runner, token_budget=48)
         spec = msgspec.structs.replace(make_spec("a", PROMPT, max_tokens=1), pooling=pooling)
         answer = make_spec("x", PROMPT[:20], max_tokens=3)
