@@ -69,7 +69,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return step(runner, plan, arrays)
 
     def computed(runner: TorchModelRunner, arrays: Any) -> None:
-        calls.append(f"rank {runner.shard.rank}: {len(arrays.token_ids_T)} in {runner._cache.num_blocks} blocks")
+        calls.append(f"rank {runner.shard.number}: {len(arrays.token_ids_T)} in {runner._cache.num_blocks} blocks")
         compute(runner, arrays)
 
     defaults = DEVICE_DEFAULTS["cuda"]
@@ -99,6 +99,15 @@ def test_each_rank_measures_without_the_others(folder: Path, played: list[str], 
     assert played == ["capture", steps[rank], "free", "give back"]
     # Half of the heads: blocks of half the size; the small cache is one of them.
     assert runner.num_blocks == int(0.9 * 200)
+
+
+@pytest.mark.parametrize(("stage", "layers"), [(0, 2), (1, 1)])
+def test_each_stage_measures_without_the_others(folder: Path, played: list[str], stage: int, layers: int) -> None:
+    """The first stage has two of the three layers."""
+    runner = TorchModelRunner(config_of(folder, pp=2), Shard(0, 1, stage, 2))
+    steps = ["step of 98 in 1 blocks", "rank 1: 98 in 1 blocks"]
+    assert played == ["capture", steps[stage], "free", "give back"]
+    assert runner.num_blocks == int(0.9 * (99.5 * 3 / layers + 1))
 
 
 def test_a_number_of_blocks_is_not_measured(folder: Path, played: list[str]) -> None:

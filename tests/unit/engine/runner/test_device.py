@@ -40,11 +40,13 @@ class PlayedGroup:
     """Keeps communicators by the raw index of the device, as torch's `ProcessGroupNCCL` does, with -1 for none."""
 
     communicators: ClassVar[list[int]] = []
+    moved: ClassVar[list[tuple[str, int, int, bool]]] = []
 
     class Options:
         pass
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.name = f"{store} {rank}/{size}"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.communicators.append(-1 if device.index is None else device.index)
@@ -58,6 +60,14 @@ class PlayedGroup:
         assert NCCL_CALLS.locked()
         for part in outputs[0]:
             part.copy_(tensors[0])
+        return MagicMock()
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> MagicMock:
+        self.moved.append((f"send {self.name}", to, tag, NCCL_CALLS.locked()))
+        return MagicMock()
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> MagicMock:
+        self.moved.append((f"receive {self.name}", source, tag, NCCL_CALLS.locked()))
         return MagicMock()
 
 
@@ -84,3 +94,30 @@ def test_exchanges_of_ranks_are_queued_while_no_other_thread_calls_nccl(monkeypa
     assert gathered is not None
     assert gathered.shape == (1, 4)
     assert not NCCL_CALLS.locked()
+
+
+@pytest.mark.usefixtures("_two_devices")
+def test_each_lane_between_stages_has_a_communicator_that_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two stages of two; what is sent while others may call NCCL holds the lock."""
+
+    def store_of(address: str, secret: Any, rank: int, size: int, timeout_s: float, name: str) -> Any:
+        return contextlib.nullcontext(name)
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", PlayedGroup, raising=False)
+    monkeypatch.setattr(collectives, "rank_store", store_of)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(1))
+    PlayedGroup.moved.clear()
+    collective = collectives.make_collective("cuda:0", "", SECRET, Shard.of_number(0, 2, 2), "127.0.0.1")
+    assert not collective.captures
+    rows, results = "ranks/rows 0/4", "ranks/results 0/4"
+    assert PlayedGroup.moved == [
+        (f"send {rows}", 2, 1, False),
+        (f"receive {results}", 2, 2, False),
+        (f"receive {results}", 3, 2, False),
+    ]
+    PlayedGroup.moved.clear()
+    collective.send(torch.ones(3), 2, "rows")
+    collective.receive(torch.ones(3), 3, "results").wait()
+    assert PlayedGroup.moved == [(f"send {rows}", 2, 1, True), (f"receive {results}", 3, 2, True)]
+    assert collective.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
