@@ -6,8 +6,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -51,12 +52,11 @@ class StagedRanks:
 
     def __init__(self, folder: Path, tp: int, pp: int, address: str, pool: ThreadPoolExecutor, dtype: str) -> None:
         shards = [Shard.of_number(number, tp, pp) for number in range(tp * pp)]
-        config = WorkerConfig(
-            worker_id="test-0", roles=("prefill",), model_path=str(folder), dtype=dtype, num_blocks=64, tp=tp, pp=pp
-        )
+        options: dict[str, Any] = {"dtype": dtype, "num_blocks": 64, "tp": tp, "pp": pp}
+        config = WorkerConfig(worker_id="test-0", roles=("prefill",), model_path=str(folder), **options)
         self._pool = pool
         self.runners = [TorchModelRunner(config, shard) for shard in shards]
-        self.collectives = together(pool, [lambda shard=shard: CountingCollective(address, shard) for shard in shards])
+        self.collectives = together(pool, [partial(CountingCollective, address, shard) for shard in shards])
         for runner, collective in zip(self.runners, self.collectives, strict=True):
             runner.join(collective, runner.num_blocks)
         self.vocab_size = self.runners[0].vocab_size

@@ -85,7 +85,7 @@ def test_the_quick_cases_are_cases() -> None:
 @pytest.mark.parametrize("case", cases())
 def test_the_bits_are_those_of_one_stage(folder_of: FolderOf, case: Case) -> None:
     """Of as many ranks, in chunks and decode steps; in fp32 the tokens are those of one rank."""
-    folder, options = folder_of(case.kind), {"dtype": case.dtype}
+    folder, options = folder_of(case.kind), dict[str, Any](dtype=case.dtype)
     alone, stage, staged = (make_sequence(PROMPT, BLOCKS) for _ in range(3))
     if case.tp == 1:
         expected = generate(make_runner(folder, **options), stage, 20, chunk_tokens=33)
