@@ -12,16 +12,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disagg.engine.commands import Add, PrefillComputed, Release
-from disagg.engine.config import WorkerConfig
-from disagg.engine.plan import StepPlan
+from disagg.engine.commands import Add, Event, PrefillComputed, Release
+from disagg.engine.config import SpeculationOptions, WorkerConfig
+from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.plan import ModelRunner, StepPlan
 from disagg.engine.rank_messages import decode_step, encode_step
 from disagg.engine.runner.model.parameters import ModelParameters
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.engine.runner.shared_weights import _flat
 from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
-from tests.support.engine import assert_idle, handle_all, make_core, make_spec, run_until_idle, token_ids_of
+from tests.support.engine import (
+    assert_idle,
+    handle_all,
+    logprobs_of,
+    make_core,
+    make_spec,
+    run_until_idle,
+    token_ids_of,
+)
 from tests.support.stepping import chunk, decodes_of, generate, last_token, make_runner, make_sequence
 from tests.support.tiny_models import STAGE_KINDS, VOCAB_SIZE, make_checkpoint, reference_generate
 from tests.unit.engine.parallel.ranks import TIMEOUT_S, Ranks, running_group, running_ranks
@@ -178,6 +187,39 @@ def test_answers_are_those_of_transformers(folder_of: FolderOf, kind: str, pp: i
         ]
         handle_all(core, *(Release(spec.key) for spec in specs))
         assert_idle(core)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}], ids=["kv-auto", "kv-int8"])
+def test_drafts_grammars_and_draws_are_those_of_one_process(folder_of: FolderOf, options: dict[str, Any]) -> None:
+    """In bf16, three sequences together, of which one repeats itself."""
+    folder, found = folder_of("llama_four"), []
+    specs = [
+        make_spec("drafts", PROMPT[:20] * 3, max_tokens=20),
+        make_spec("grammar", PROMPT[:30], max_tokens=12, grammar="start: /[a-f]{12}/", logprobs=2, prompt_logprobs=1),
+        make_spec("bias", PROMPT[9:40], max_tokens=12, logit_bias=((7, 100.0), (8, 100.0))),
+    ]
+
+    def answers(runner: ModelRunner) -> list[Event]:
+        config = WorkerConfig(
+            worker_id="worker",
+            roles=("prefill", "decode"),
+            model_path="fake",
+            token_budget=32,
+            speculation=SpeculationOptions(method="lookup", max_draft=4),
+        )
+        core = EngineCore(runner, config=config)
+        events = [*handle_all(core, *map(Add, specs)), *run_until_idle(core)]
+        assert_idle(core)
+        return events
+
+    found.append(answers(make_runner(folder, dtype="bfloat16", **options)))
+    with running_group(folder, 1, pp=3, dtype="bfloat16", **options) as group:
+        found.append(answers(group.runner))
+    for spec in specs:
+        one, staged = (token_ids_of(events, spec.request_id) for events in found)
+        assert one == staged
+        assert len(one) == spec.sampling.max_tokens
+    assert logprobs_of(found[0], "grammar") == logprobs_of(found[1], "grammar")
 
 
 # ---------------------------------------------------------------- steps under way
