@@ -103,7 +103,6 @@ class DecodeRole:
             side="receiver",
             pair_name=pair_name,
             transport=config.transport,
-            host=config.host,
             store_address=rendezvous.address,
             checksum=Checksum.of_secret(context.cluster_secret),
         )

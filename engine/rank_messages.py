@@ -163,7 +163,6 @@ class OpenPair(Message, frozen=True, kw_only=True, tag=True):
     peer: ParallelShape
     """Ranks of the other worker."""
     transport: str
-    host: str
     store_address: str
     """Address of D's rendezvous. For each slice the two ranks meet under `<pair_name>/<sender rank>-<receiver
     rank>`."""

@@ -165,7 +165,6 @@ class DecodeLink(PairLink):
             side="sender",
             pair_name=welcome.pair_name,
             transport=welcome.transport,
-            host=config.host,
             store_address=welcome.store_address,
             checksum=Checksum.of_secret(self._context.cluster_secret),
         )

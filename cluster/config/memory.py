@@ -20,6 +20,7 @@ from disagg.engine.sharding.stages import layer_weights
 from disagg.engine.tiers.sizes import staging_bytes, tier_bytes_needed, tier_sizes
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
+from disagg.proto.ids import kind_of
 from disagg.proto.messages import KvLayout
 
 ELEMENT_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -176,7 +177,10 @@ class PoolCache(NamedTuple):
 
     @property
     def _limits(self) -> PoolLimits:
-        return PoolLimits(min(self.pool.max_num_seqs, self.pool.tokens_per_step), self.pool.tokens_per_step)
+        pool = self.pool
+        has_several = pool.pp > 1 and kind_of(self.name) != "decode"  # steps of prompts under way, see `step_tokens`
+        step_tokens = pool.tokens_per_step * (1 + pool.pp if has_several else 1)
+        return PoolLimits(min(pool.max_num_seqs, pool.tokens_per_step), step_tokens)
 
     def _block_bytes(self, layers: range) -> tuple[int, ...]:
         """Bytes of one block of each cache group, with the heads of a rank and those of its layers that are among

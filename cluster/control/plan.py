@@ -217,6 +217,7 @@ def worker_config(
         swap_bytes=swap_bytes(pool),
         tiers=worker_tiers(config, name, index),
         adapters=worker_adapters(alone),
+        fake_layers=fake_layers(alone) if model_path == FAKE_MODEL else 1,
         fetch=config.kv_cache.fetch,
         transport=transport_name(alone),
         plaintext_kv=config.network.plaintext_kv,
@@ -252,6 +253,11 @@ def worker_tiers(config: ClusterConfig, name: PoolName, index: int) -> TierOptio
         return tiers
     path = f"{tiers.disk.path}/{worker_id(name, index)}"
     return msgspec.structs.replace(tiers, disk=msgspec.structs.replace(tiers.disk, path=path))
+
+
+def fake_layers(alone: ClusterConfig) -> int:
+    """Layers of the fake model, which is the same in all pools: each stage needs one."""
+    return max(pool.pp for _, pool in active_pools(alone))
 
 
 def worker_adapters(alone: ClusterConfig) -> AdapterOptions | None:

@@ -71,8 +71,9 @@ GRACE_S = 1.0
 STOP_GRACE_S = 3.0
 """And after `Stop`; rank 0 computes nothing any more then."""
 
-MakeTransports = Callable[[ClusterSecret, ShardRunner, Callable[[int, int], Buffer]], RankTransports]
-"""(the cluster's secret, this rank's runner, (number, bytes) -> its part of a staging buffer) -> its transports."""
+MakeTransports = Callable[[WorkerConfig, ClusterSecret, ShardRunner, Callable[[int, int], Buffer]], RankTransports]
+"""(configuration of a rank, the cluster's secret, its runner, (number, bytes) -> its part of a staging buffer) -> its
+transports."""
 
 
 def serve_rank(
@@ -101,12 +102,12 @@ def serve_rank(
 
 
 def shard_transports(
-    secret: ClusterSecret, runner: ShardRunner, staging: Callable[[int, int], Buffer]
+    config: WorkerConfig, secret: ClusterSecret, runner: ShardRunner, staging: Callable[[int, int], Buffer]
 ) -> RankTransports:
     """The transports that every rank uses."""
     from disagg.engine.parallel.transport import ShardTransports  # with the libraries that carry bytes
 
-    return ShardTransports(runner.layout, runner.shape, runner.shard, staging, secret)
+    return ShardTransports(config.host, runner.layout, runner.shape, runner.shard, staging, secret)
 
 
 class Follower:
@@ -162,7 +163,7 @@ class Follower:
         runner = self._make_runner(self._config, self._shard)
         runner.checksum = Checksum.of_secret(self._secret)
         self._staging = StagingParts(runner.new_staging, own_part(runner))
-        self._transports = self._make_transports(self._secret, runner, self._staging)
+        self._transports = self._make_transports(self._config, self._secret, runner, self._staging)
         join = Join(
             rank=self._shard.number, pid=os.getpid(), fingerprint=runner.fingerprint, num_blocks=runner.num_blocks
         )

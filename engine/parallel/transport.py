@@ -63,7 +63,6 @@ class PairEnd:
     side: Side
     pair_name: str
     transport: str
-    host: str
     store_address: str
     checksum: Checksum
 
@@ -139,7 +138,6 @@ class GroupTransport(PairTransport):
             side=end.side,
             peer=end.peer,
             transport=end.transport,
-            host=end.host,
             store_address=end.store_address,
         )
         for index, rank in enumerate(self._others):
@@ -320,6 +318,7 @@ class ShardTransports(RankTransports):
     """The `RankTransports` of a follower.
 
     Args:
+        host: the address that its channels are bound to, of its own node.
         layout: of the whole model.
         shape: of the worker.
         shard: which rank of it this is.
@@ -329,12 +328,14 @@ class ShardTransports(RankTransports):
 
     def __init__(
         self,
+        host: str,
         layout: KvLayout,
         shape: ParallelShape,
         shard: Shard,
         staging: Callable[[int, int], Buffer],
         secret: ClusterSecret,
     ) -> None:
+        self._host = host
         self._layout = layout
         self._shape = shape
         self._shard = shard
@@ -373,7 +374,7 @@ class ShardTransports(RankTransports):
     def _open(self, command: OpenPair, reply: Reply) -> None:
         own, side = self._shape, command.side
         plan = plan_pair(self._layout, *((own, command.peer) if side == "sender" else (command.peer, own)))
-        connect = make_connector(command.transport, command.host, self._secret, side)
+        connect = make_connector(command.transport, self._host, self._secret, side)
         channels = RankChannels(
             plan, side, self._shard.number, command.pair_name, lambda name: connect(name, command.store_address)
         )

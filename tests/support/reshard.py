@@ -163,7 +163,7 @@ class RankedWorker:
         self.others: list[PlayedFollower] = []
         for runner in self.ranks[1:]:
             staging = StagingParts(runner.new_staging, own_part(runner))
-            transports = ShardTransports(runner.layout, runner.shape, runner.shard, staging, SECRET)
+            transports = ShardTransports(HOST, runner.layout, runner.shape, runner.shard, staging, SECRET)
             self.others.append(PlayedFollower(runner, transports, staging))
         self.played = PlayedFollowers(self.others)
         self.followers: Followers = self.played if len(shards) > 1 else NoFollowers()
@@ -229,7 +229,6 @@ class Pair:
             side=side,
             pair_name=pair_name,
             transport=self.transport,
-            host=HOST,
             store_address=self.rendezvous.address,
             checksum=checksum,
         )

@@ -103,7 +103,6 @@ def pair_end(side: Side, p: Wide, d: Wide, address: str, transport: TransportNam
         side=side,
         pair_name="pair-1",
         transport=transport,
-        host=HOST,
         store_address=address,
         checksum=checksum,
     )

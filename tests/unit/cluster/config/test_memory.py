@@ -167,8 +167,10 @@ def test_a_stage_has_only_the_windows_of_its_layers(tmp_path: Path) -> None:
     model = read_model_config(path)
     full, window = model_layout(model, "bfloat16", 2).groups
     pools = {"prefill": {"num_blocks": 100, "pp": 4}, "decode": {"kv_cache_bytes": 1 << 20, "pp": 4}}
-    found = notes(path, {"pools": pools})
-    blocks = window_pools(model_layout(model, "bfloat16", 2), 100, 16, PoolLimits(256, 512))[0]
+    plan = plan_cluster(parse_config({"model": {"path": str(path)}, "pools": pools}), (0, 1))
+    found = plan.memory
+    prefill, decode = (PoolLimits(256, worker.step_tokens) for worker in plan.workers)
+    blocks = window_pools(model_layout(model, "bfloat16", 2), 100, 16, prefill)[0]
     one_window = blocks * 16 * window.bytes_per_token / len(window.layers) / 2**20
     for layer, note in enumerate(found[:4]):
         kept = (
@@ -180,9 +182,7 @@ def test_a_stage_has_only_the_windows_of_its_layers(tmp_path: Path) -> None:
         assert note.endswith(f"MiB, KV of {kept}")
     (num_blocks,) = {note.split(" KV of all tokens in ")[1].split()[0] for note in found[4:] if " of all " in note}
     (num_windows,) = {note.split(" tokens in ")[1].split()[0] for note in found[4:] if " of the last " in note}
-    assert (int(num_windows),) == window_pools(
-        model_layout(model, "bfloat16", 2), int(num_blocks), 16, PoolLimits(256, 512)
-    )
+    assert (int(num_windows),) == window_pools(model_layout(model, "bfloat16", 2), int(num_blocks), 16, decode)
 
 
 @pytest.mark.parametrize(("quantization", "num_ranks", "weight_bytes"), [("none", 2, 2), ("int8", 1, 1)])

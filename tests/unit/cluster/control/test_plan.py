@@ -457,6 +457,12 @@ def test_threads_without_a_number_share_the_cores_that_are_left(
         assert plan.cores.workers[name] == workers[name].cores
 
 
+def test_the_fake_model_has_a_layer_for_each_stage_in_every_pool() -> None:
+    config = parse_config({"model": {"path": "fake"}, "pools": {"prefill": {"pp": 3}, "decode": {"pp": 2}}})
+    assert [worker.fake_layers for worker in plan_cluster(config, (0, 1)).workers] == [3, 3]
+    assert [worker.fake_layers for worker in plan_cluster(parse_config({"model": {"path": "fake"}})).workers] == [1, 1]
+
+
 def test_ranks_that_share_cores_are_warned_about() -> None:
     config = parse_config({"mode": "colocated", "pools": {"colocated": {"tp": 2, "pp": 2}}})
     plan = plan_cores(config, (0, 1))

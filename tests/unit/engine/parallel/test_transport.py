@@ -328,7 +328,7 @@ class Told:
         runner = fake_rank(Model(heads=2), Shard(1, 2))
         self.buffers = {3: np.zeros(8, np.uint8)}
         self.transports = ShardTransports(
-            runner.layout, runner.shape, runner.shard, lambda number, _: self.buffers[number], SECRET
+            HOST, runner.layout, runner.shape, runner.shard, lambda number, _: self.buffers[number], SECRET
         )
         self.rendezvous = LocalRendezvous(SECRET)
         self.answers: list[tuple[int, bool]] = []
@@ -355,7 +355,6 @@ class Told:
             side="receiver",
             peer=ONE_RANK,
             transport="local",
-            host=HOST,
             store_address=self.rendezvous.address,
         )
 
