@@ -8,8 +8,12 @@ ray down -> nothing is left, and other people's Ray was not touched
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +53,12 @@ def test_a_cluster_comes_up_serves_grows_and_goes(launch: Launch, somebody_elses
         wait_for_workers(launch, client, ["decode-0", "prefill-0"])
         assert node_types(launch) == ["decode", "head", "prefill", "prefill"]
         assert serve(client) == ("prefill-0", "decode-0")
-        check_stages(launch)
+        first, second = stages(launch)
+        os.kill(second.pid, signal.SIGSTOP)  # so that it does not see that the first one, on the other node, is gone
+        first.kill()
+        launch.wait_until("other processes of both stages", lambda: are_others(stages(launch), (first, second)))
+        wait_for_workers(launch, client, ["decode-0", "prefill-0"])
+        assert serve(client, 9) == ("prefill-0", "decode-0")
 
         launch.run("disagg", "scale", "decode=2", "--address", gateway)
         wait_for_workers(launch, client, ["decode-0", "decode-1", "prefill-0"])
@@ -67,17 +76,25 @@ def test_a_cluster_comes_up_serves_grows_and_goes(launch: Launch, somebody_elses
     assert somebody_elses_ray.poll() is None
 
 
-def check_stages(launch: Launch) -> None:
-    """The two stages of the prefill worker are on a node each, and listen nowhere but on its address."""
-    nodes = [node_id.partition("@")[::2] for node_id in node_ids(launch) if node_id.startswith("prefill")]
-    found: dict[bytes, list[set[str]]] = {b"ray::HostActor": [], b"ray::RankActor": []}
-    for name, address in nodes:
+def stages(launch: Launch) -> tuple[ProcessRef, ...]:
+    """The processes of the prefill worker's stages, on a node each. Of ours nothing listens but on its address; Ray's
+    server in each does on all."""
+    found: dict[str, ProcessRef] = {}
+    for name, address in (node_id.split("@") for node_id in node_ids(launch) if node_id.startswith("prefill")):
+        of_node = []
         for process in ProcessRef.family(f"{NODE_MARK}={launch.folder / 'c' / name}"):
-            title = Path(f"/proc/{process.pid}/cmdline").read_bytes().partition(b"\0")[0]
-            if title.partition(b".")[0] in found:
-                hosts = {host for host, _ in listening_addresses(process.pid)}
-                found[title.partition(b".")[0]].append(hosts - {address})
-    assert found == {b"ray::HostActor": [set()], b"ray::RankActor": [set()]}
+            with suppress(FileNotFoundError):  # it has just ended
+                title = Path(f"/proc/{process.pid}/cmdline").read_text()
+                if (of_ray := re.match(r"ray::(HostActor|RankActor)", title)) is not None:
+                    assert {host for host, _ in listening_addresses(process.pid)} <= {address, "::"}
+                    of_node.append(of_ray[1])
+                    found[of_ray[1]] = process
+        assert len(of_node) <= 1
+    return tuple(found[title] for title in sorted(found))
+
+
+def are_others(now: tuple[ProcessRef, ...], before: tuple[ProcessRef, ...]) -> bool:
+    return len(now) == len(before) and not {*now} & {*before} and not any(process.is_alive() for process in before)
 
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
