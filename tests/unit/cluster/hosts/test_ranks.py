@@ -22,8 +22,9 @@ from tests.support.secret import SECRET
 
 
 def worker(tp: int, cores: tuple[int, ...] = (), device: str = "cpu", pp: int = 1) -> WorkerConfig:
-    shape = {"tp": tp, "pp": pp}
-    return WorkerConfig(worker_id="decode-0", roles=("decode",), model_path="/m", cores=cores, device=device, **shape)
+    return WorkerConfig(
+        worker_id="decode-0", roles=("decode",), model_path="/m", cores=cores, device=device, tp=tp, pp=pp
+    )
 
 
 def test_rank_0_has_its_worker_s_name_and_the_others_lead_back_to_it() -> None:

@@ -63,7 +63,7 @@ def test_kinds_of_nodes_are_those_of_the_cluster_file() -> None:
     kinds = node_kinds(yaml.safe_load(LOOPBACK.read_text()))
     assert kinds is not None
     assert [(kind.resources.get("disagg_slot"), kind.count) for kind in kinds] == [(None, 1), (1, 2), (1, 2)]
-    unknown = {"available_node_types": {"local.cluster.node": {"resources": {}}}}
+    unknown: dict[str, Any] = {"available_node_types": {"local.cluster.node": {"resources": {}}}}
     assert node_kinds(unknown) is None
     assert node_kinds({}) is None
 
