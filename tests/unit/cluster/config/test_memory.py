@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from disagg.cluster.config import memory
 from disagg.cluster.config.cluster_config import parse_config
-from disagg.cluster.config.memory import machine_memory
+from disagg.cluster.config.memory import PoolCache, machine_memory
+from disagg.cluster.config.schema import PoolConfig
 from disagg.cluster.control.plan import plan_cluster
 from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.cache_groups import PoolLimits, model_layout, window_pools
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ExpertsConfig
+from disagg.engine.config import WorkerConfig
+from disagg.engine.runner.loaded_weights import load_weights
+from disagg.engine.runner.model.kv_cache import KvCache
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
-from disagg.engine.sharding.stages import layer_weights, stage_ends
+from disagg.engine.sharding.stages import layer_weights, stage_ends, stage_ranges
 from disagg.proto.errors import ConfigError
 from tests.support.pooled_models import BERT, write_json
 from tests.support.tiny_models import make_checkpoint
@@ -147,6 +153,35 @@ def test_the_memory_of_each_stage_is_stated_and_adds_up(checkpoint: Path) -> Non
     both = 2 * 3 * 64 * kv
     assert refusal(checkpoint, {"pools": pools}, both) == ""
     assert "KV caches of all workers take" in refusal(checkpoint, {"pools": pools}, both - 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 3), (2, 2)])
+def test_a_stage_loads_and_allocates_what_was_planned(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
+    path = make_checkpoint(kind, tmp_path)
+    model = read_model_config(path)
+    pool = PoolConfig(tp=tp, pp=pp, num_blocks=40)
+    cache = PoolCache("prefill", pool, model, stage_ranges(stage_ends(model, pp)), "bfloat16", 2, 2)
+    worker = WorkerConfig(worker_id="w", roles=("prefill",), model_path=str(path), tp=tp, pp=pp, dtype="bfloat16")
+    for number, stage in enumerate(cache.stages):
+        shard = Shard(0, tp, number, pp)
+        loaded = load_weights(worker.weights, model, torch.device("cpu"), shard)
+        assert sum(matrices(loaded.parameters).values()) == stage.weights
+        blocks = window_pools(cache.layout, 40, 16, PoolLimits(256, worker.step_tokens))
+        ends = stage_ends(model, pp)
+        kv = KvCache(cache.layout, 40, 16, torch.device("cpu"), shard, window_blocks=blocks, stage_ends=ends)
+        assert kv.nbytes == stage.kv
+
+
+def matrices(parameters: Any) -> dict[int, int]:
+    """Bytes of each matrix by its address."""
+    if isinstance(parameters, torch.Tensor):
+        return {parameters.data_ptr(): parameters.nbytes} if parameters.dim() > 1 and parameters.numel() else {}
+    if isinstance(parameters, list | tuple):
+        return {key: size for each in parameters for key, size in matrices(each).items()}
+    if not dataclasses.is_dataclass(parameters):
+        return {}
+    return matrices([getattr(parameters, field.name) for field in dataclasses.fields(parameters)])
 
 
 def test_the_largest_stage_decides_how_many_blocks_there_are(checkpoint: Path) -> None:
