@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from disagg.autoscaler.queueing import Lengths
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import TRANSFER_DEFAULTS, TransferLimits, WorkerConfig
 from disagg.loadtests.records import RequestRecord
 from disagg.loadtests.verdict.goodput import meets, meets_tpot, meets_ttft
 from disagg.loadtests.workload.arrivals import ArrivalConfig
@@ -86,6 +86,9 @@ class SimulatedJudge:
             roles=roles,
             model_path="fake",
             block_size=_BLOCK_SIZE,
+            transfer=_transfer_limits(
+                self._planner.site.model.kv_bytes_per_token(self._planner.site.precision.kv_dtype)
+            ),
             max_num_seqs=worker.max_num_seqs,
             token_budget=pool.token_budget,
         )
@@ -97,6 +100,12 @@ class SimulatedJudge:
             times=worker.times,
             expert_share=self._planner.site.model.expert_share,
         )
+
+
+def _transfer_limits(bytes_per_token: int) -> TransferLimits:
+    """The default ones, or payloads of one token where its KV is larger."""
+    chunk_bytes = max(TRANSFER_DEFAULTS.chunk_bytes, bytes_per_token)
+    return TransferLimits(chunk_bytes=chunk_bytes, staging_bytes=max(TRANSFER_DEFAULTS.staging_bytes, chunk_bytes))
 
 
 def judgement_of(

@@ -11,6 +11,8 @@ from disagg.engine.cache_groups import PoolLimits
 from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.kernels.routing import Routing
 from disagg.loadtests.verdict.goodput import Slo
+from disagg.loadtests.workload.arrivals import ArrivalConfig
+from disagg.loadtests.workload.workload import RandomWorkload, outline
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import CPU_CORE, H100, L40S, Device
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ExpertsShape, ModelShape
@@ -191,11 +193,20 @@ def test_colocated_pools_have_one_reason() -> None:
     assert "; with tp 2 " in why
 
 
+def test_the_judge_takes_models_whose_token_is_larger_than_a_usual_payload() -> None:
+    """4.7 MB of KV a token, as OPT-175B has it."""
+    wide = replace(LLAMA_8B, num_layers=36, num_heads=128, num_kv_heads=128, head_dim=256)
+    found = planner(wide, tps=(8,), pps=(1,), rate=0.1, tpot_ms=100.0, lengths=Lengths(200, 20))
+    requests, _ = steady_requests(found.load)
+    pools = SimulatedJudge(found, requests).spec(Candidate(Pool(1, 8, 512), Pool(1, 8, 512))).pools
+    assert [pool.worker.transfer.chunk_bytes for pool in pools] == [2 * 36 * 128 * 256 * 2] * 2
+
+
 def test_the_simulator_judges_stages() -> None:
     """As many prompts are computed as by one worker a device, each one sooner."""
     found = planner(rate=10.0, lengths=Lengths(6000, 20))
-    requests, counted_from_s = steady_requests(found.load)
-    judge = SimulatedJudge(found, requests, counted_from_s=counted_from_s)
+    arrivals = ArrivalConfig(kind="poisson", rate_per_s=10.0, num_requests=40)
+    judge = SimulatedJudge(found, outline(RandomWorkload(isl=6000, osl=20), arrivals, max_model_len=8192))
     staged, single = (judge(Candidate(pool, Pool(2, 1, 8192))) for pool in (Pool(1, 1, 2048, pp=4), Pool(4, 1, 8192)))
     assert staged.ttft_attainment == single.ttft_attainment == 1.0
     assert staged.mean_ttft_s < single.mean_ttft_s
