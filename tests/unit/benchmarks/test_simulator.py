@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.simulator import accuracy, command, decision, tiers, trace
+from benchmarks.simulator import accuracy, command, decision, parallelism, tiers, trace
 from disagg.cluster.config.cluster_config import ClusterConfig
 from disagg.loadtests.campaign.shapes import parse_shape
 from disagg.loadtests.records import RequestRecord, to_line
@@ -136,3 +136,20 @@ def test_every_point_of_a_folder_is_simulated_again(tmp_path: Path) -> None:
 
 def test_a_decision_compares_twelve_settings() -> None:
     assert len(decision.settings()) == 12
+
+
+def test_stages_bring_more_the_longer_a_prompt_is() -> None:
+    """Beside SGLang's: more chunks fill four stages better; ranks over four nodes are less than four times as fast."""
+    stages, ranks = parallelism.SGLANG
+    short, long = (parallelism.speed_up(stages, prompt) for prompt in (32_768, 524_288))
+    assert 1.0 < short < long < 4.0
+    assert parallelism.speed_up(ranks, 32_768, 0.25) < parallelism.speed_up(ranks, 32_768) < 4.0
+
+
+def test_published_models_have_their_sizes() -> None:
+    sizes = [published.model.num_parameters / 1e9 for published in parallelism.DISTSERVE]
+    assert sizes == pytest.approx([13, 66, 175], rel=0.02)
+    assert parallelism.DEEPSEEK_V3.num_parameters / 1e9 == pytest.approx(671, rel=0.001)
+    for published in parallelism.DISTSERVE:
+        for choice in (published.prefill, published.decode):
+            published.model.check_tp(choice.tp)
