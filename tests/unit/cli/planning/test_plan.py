@@ -19,6 +19,7 @@ from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample
 from disagg.simulator.durations.calibration_file import StepRecording, encode_recording
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES
+from disagg.simulator.durations.parallelism import Parallelism
 from tests.support.tiny_models import make_checkpoint
 
 USUAL = PlanOptions(
@@ -283,8 +284,26 @@ def test_measured_step_times_are_planned_with(tmp_path: Path) -> None:
     given = options(model="smollm2-135m", device="cpu-core", step_times=file)
     site, source = site_of(given)
     assert source.startswith("12 steps measured on a machine (")
-    assert site.times_of(1) is site.times_of(1)
+    assert site.times_of(Parallelism(1)) is site.times_of(Parallelism(1))
     assert site.token_budgets == (128, 256, 512)
+
+
+def test_measured_step_times_are_those_of_one_stage(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    file.write_bytes(encode_recording(recording()))
+    assert site_of(options(model="smollm2-135m", device="cpu-core", step_times=file))[0].pps == (1,)
+    with pytest.raises(ConfigError, match=r"^--pp: --step-times was measured with one stage; leave one of them out$"):
+        site_of(options(model="smollm2-135m", device="cpu-core", step_times=file, pp="1,2"))
+
+
+def test_stages_are_tried_and_the_reasons_said(tmp_path: Path) -> None:
+    assert site_of(options(tp=None))[0].pps == (1, 2, 4, 8)
+    assert site_of(options(pp="1,3"))[0].pps == (1, 3)
+    file = tmp_path / "plan.json"
+    _, text = output(options(pp="1,2", rate=2.0, ttft_ms=500.0, tpot_ms=30.0, simulate=False, json=file))
+    last = text.splitlines()[-1]
+    assert last.startswith("colocated with tp 1: a token of ")
+    assert json.loads(file.read_text())["reasons"] == [last]
 
 
 @pytest.mark.parametrize(
