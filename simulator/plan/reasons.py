@@ -68,13 +68,15 @@ def _prompt_text(planner: Planner, parallelism: Parallelism, budget: int, kind: 
 
 def _other_prefill(planner: Planner, pool: Pool) -> Parallelism | None:
     """The other way to divide a prompt among as many devices: by ranks alone, or by stages alone; of one device, among
-    two. None where the model cannot be divided so."""
+    two. None where the model cannot be divided so, or times of other ways are not known."""
     site, number = planner.site, pool.parallelism.num_devices
-    if pool.pp > 1 or number == 1:
+    if not isinstance(site.times_of(pool.parallelism), RooflineStepTimes | StagedStepTimes):
+        return None
+    if pool.pp > 1 or (number == 1 and 2 in site.tps):
         for ep in expert_choices(site.model, max(2, number)):
             return Parallelism(max(2, number), 1, ep)
         return None
-    if number in site.pps and number <= site.model.num_layers:
+    if number > 1 and number in site.pps and number <= site.model.num_layers:
         return Parallelism(1, number)
     return None
 

@@ -74,4 +74,4 @@ def test_what_is_not_simulated_of_stages_is_refused() -> None:
         spec(engine="exact", colocated=1)
     for changes in ({"sharing": Sharing()}, {"slow_times": (SlowTime(begins_s=0.0, factor=2.0),)}):
         with pytest.raises(ValueError, match=r"^pools.colocated: workers of several stages share no machine"):
-            replace(spec(colocated=1), **changes)  # type: ignore[arg-type]
+            replace(spec(colocated=1), **changes)

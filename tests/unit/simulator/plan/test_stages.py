@@ -29,6 +29,7 @@ from disagg.step_times.interface import LinkTimes, StepTimes
 LLAMA_8B, LLAMA_70B = MODEL_SHAPES["llama-3.1-8b"], MODEL_SHAPES["llama-3.1-70b"]
 LIMITS = PoolLimits(max_num_seqs=64, token_budget=2048)
 USUAL = Lengths(6000, 200)
+PAIR = Candidate(Pool(2, 1, 8192), Pool(1, 1, 8192))
 
 
 def planner(
@@ -191,6 +192,14 @@ def test_colocated_pools_have_one_reason() -> None:
     (why,) = reasons(found, found.best().best)
     assert why.startswith("colocated with tp 1: a token of 1 sequences takes 7.")
     assert "; with tp 2 " in why
+
+
+def test_nothing_is_compared_with_that_is_not_searched() -> None:
+    """One rank of a processor core, whose nodes have one."""
+    found = planner(tps=(1,), pps=(1,))
+    prefill, decode = reasons(found, found._judged(PAIR, found._as_judgement(PAIR)))
+    assert prefill == "prefill with tp 1: a prompt of 6000 tokens takes 138 ms"
+    assert ";" not in decode
 
 
 def test_the_judge_takes_models_whose_token_is_larger_than_a_usual_payload() -> None:
