@@ -24,7 +24,7 @@ from disagg.proto.messages import EXTENT_TOKENS, TierName
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.placement.placement import Candidate, Demand, FetchPlan
 from disagg.router.workers.fetch_links import FetchLinks
-from disagg.router.workers.prefix_index import TierMatch
+from disagg.router.workers.prefix_index import PrefixMatch, TierMatch
 from disagg.router.workers.worker import Worker
 
 WON_BY, WON_BY_MS = 1.1, 5.0
@@ -77,6 +77,27 @@ def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]], lin
     if len(found) > 1:
         found.sort(key=lambda source: (-source.tokens, source.step_ms + source.load_ms, source.worker.num_decodes))
     return found[:MAX_SOURCES]
+
+
+def deepest_tokens(demand: Demand, matched: PrefixMatch) -> int:
+    """The most tokens that a source could have of the request: a multiple of `EXTENT_TOKENS`."""
+    num_extents = matched.ends[-1][0] * HASH_BLOCK_TOKENS // EXTENT_TOKENS if matched.ends else 0
+    if matched.tiers is not None and (ends := matched.tiers.by_tier["host"].ends):
+        num_extents = max(num_extents, ends[-1][0])
+    return min(num_extents, max_cached_tokens(demand.num_tokens) // EXTENT_TOKENS) * EXTENT_TOKENS
+
+
+def may_fetch(demand: Demand, candidate: Candidate, links: FetchLinks) -> bool:
+    """Whether a fetch could win on the candidate from the best source that is possible: one that has all of the prompt,
+    runs no steps, sends in no time and has a connection with the candidate if any worker has."""
+    worker = candidate.worker
+    if not worker.fetches:
+        return False
+    before_ms, wait_ms = STEPS_OF_EACH_END * step_ms(worker), worker.backlog_ms
+    if not links.has_formed(worker.worker_id):
+        before_ms += links.pair_setup_ms
+    own_ms = wait_ms + prefill_ms(worker, candidate.cached_tokens, demand.num_tokens)
+    return own_ms - max(before_ms, wait_ms) > before_ms * _WON_BEYOND + WON_BY_MS
 
 
 def plan_fetch(

@@ -30,7 +30,7 @@ from disagg.proto.messages import (
 )
 from disagg.router.api import RoutedRequest, WorkerView
 from disagg.router.config import RouterConfig, num_split
-from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, plan_fetch
+from disagg.router.placement.fetches import MAX_HOLDERS, Source, best_sources, deepest_tokens, may_fetch, plan_fetch
 from disagg.router.placement.forecast import wait_ms
 from disagg.router.placement.model_groups import NUM_TURNS, ModelGroup, WorkerBucket, longest_of, longest_prompt
 from disagg.router.placement.placement import Candidate, Demand, Policy, Shortlist, Version, version_of
@@ -623,18 +623,23 @@ class Fleet:
         """Set what the candidates that would compute the prompt would load or fetch."""
         links, tiers = self.fetch_links, matched.tiers
         links.expire(demand.now)
+        deepest = 0 if demand.is_pooled else deepest_tokens(demand, matched)
         for (version, _), each in zip(self._groups_for(demand), lists, strict=True):
             candidates = each.prefills + each.colocated if each.colocated else each.prefills
-            least = min([candidate.cached_tokens for candidate in candidates], default=demand.num_tokens)
-            sources = () if demand.is_pooled else self._sources_of(matched, demand, version, least)
+            lacking = [c for c in candidates if c.cached_tokens < deepest and may_fetch(demand, c, links)]
+            sources: Sequence[Source] = ()
+            if lacking:
+                least = min([candidate.cached_tokens for candidate in candidates])
+                sources = self._sources_of(matched, demand, version, least)
             if tiers is None:
-                for candidate in candidates if sources else ():
+                for candidate in lacking if sources else ():
                     plan_fetch(demand, candidate, None, sources, links)
                 continue
             for candidate in candidates:
                 own = tiers if candidate.worker.bit & tiers.workers else None
-                if own is not None or sources:
-                    plan_fetch(demand, candidate, own, sources, links)
+                its_sources = sources if sources and candidate in lacking else ()
+                if own is not None or its_sources:
+                    plan_fetch(demand, candidate, own, its_sources, links)
             for candidate in each.decodes if each.local else ():  # Local prefill sends nothing, so it fetches nothing.
                 if candidate.worker.bit & tiers.workers:
                     plan_fetch(demand, candidate, tiers, (), links)

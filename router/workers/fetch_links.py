@@ -117,6 +117,10 @@ class FetchLinks:
         come before the transfer."""
         return self._pairs.formed_with(source)
 
+    def has_formed(self, needy: WorkerId) -> bool:
+        """Whether any source has a connection with a worker."""
+        return self._pairs.has_formed(needy)
+
     def expire(self, now: float) -> None:
         """Forget connections that were not used for long. To be called before predictions."""
         self._pairs.expire(now)

@@ -41,6 +41,8 @@ class Pairs:
         """Time before which no used pair is idle for too long."""
         self._formed: defaultdict[WorkerId, set[WorkerId]] = defaultdict(set)
         """The peers of each worker's warm pairs; for a P also those of its used pairs."""
+        self._num_used: defaultdict[WorkerId, int] = defaultdict(int)
+        """Number of used pairs of each D; without those that have none."""
 
     def warm_up(self, worker_id: WorkerId, peers: Sequence[WorkerId]) -> frozenset[WorkerId]:
         """Choose the peers with which a new worker forms a pair now, those with the fewest warm pairs first."""
@@ -56,7 +58,8 @@ class Pairs:
     def used(self, prefill: WorkerId, decode: WorkerId, now: float) -> None:
         """Note that a request was placed on the pair."""
         pair = (prefill, decode)
-        self._used.pop(pair, None)
+        if self._used.pop(pair, None) is None:
+            self._num_used[decode] += 1
         self._used[pair] = now
         self._formed[prefill].add(decode)
         if now + self._idle_s < self._expires_at:
@@ -68,6 +71,9 @@ class Pairs:
             self._not_used(prefill, decode)
 
     def _not_used(self, prefill: WorkerId, decode: WorkerId) -> None:
+        self._num_used[decode] -= 1
+        if not self._num_used[decode]:
+            del self._num_used[decode]
         if decode not in self._warm.get(prefill, ()):
             self._formed[prefill].discard(decode)
 
@@ -84,11 +90,12 @@ class Pairs:
         """Drop a worker that is lost, with its pairs."""
         for peer in self._warm.pop(worker_id, ()):
             self._warm[peer].pop(worker_id, None)
+        for pair in [pair for pair in self._used if worker_id in pair]:
+            del self._used[pair]
+            self._not_used(*pair)
         self._formed.pop(worker_id, None)
         for formed in self._formed.values():
             formed.discard(worker_id)
-        for pair in [pair for pair in self._used if worker_id in pair]:
-            del self._used[pair]
 
     def setup_ms(self, prefill: WorkerId, decode: WorkerId) -> float:
         """Milliseconds that a request would wait for the pair to be formed."""
@@ -97,6 +104,10 @@ class Pairs:
     def formed_with(self, prefill: WorkerId) -> AbstractSet[WorkerId]:
         """The decode workers with which this prefill worker has a formed pair."""
         return self._formed.get(prefill, _NONE)
+
+    def has_formed(self, decode: WorkerId) -> bool:
+        """Whether any worker has a formed pair with this decode worker."""
+        return decode in self._num_used or bool(self._warm.get(decode))
 
     def partners(self, worker_id: WorkerId) -> Collection[WorkerId]:
         """The peers with which a worker's pairs are kept formed."""
