@@ -82,8 +82,8 @@ def best_sources(demand: Demand, holders: Sequence[tuple[Worker, int, int]], lin
 def deepest_tokens(demand: Demand, matched: PrefixMatch) -> int:
     """The most tokens that a source could have of the request: a multiple of `EXTENT_TOKENS`."""
     num_extents = matched.ends[-1][0] * HASH_BLOCK_TOKENS // EXTENT_TOKENS if matched.ends else 0
-    if matched.tiers is not None and (ends := matched.tiers.by_tier["host"].ends):
-        num_extents = max(num_extents, ends[-1][0])
+    if matched.tiers is not None:
+        num_extents = max(num_extents, matched.tiers.ends[-1][0])
     return min(num_extents, max_cached_tokens(demand.num_tokens) // EXTENT_TOKENS) * EXTENT_TOKENS
 
 
@@ -145,10 +145,9 @@ def plan_fetch(
 
 def _loads(worker: Worker, cached: int, num_tokens: int, tiers: TierMatch) -> Sequence[FetchPlan]:
     """Loads of what is in host memory, and of what is there or on disk."""
-    most = max_cached_tokens(num_tokens) // EXTENT_TOKENS
-    num_host = min(most, tiers.tokens_of(worker.bit, "host") // EXTENT_TOKENS)
-    num_disk = min(most, tiers.tokens_of(worker.bit, "disk") // EXTENT_TOKENS)
-    start = cached // EXTENT_TOKENS
+    most, start = max_cached_tokens(num_tokens) // EXTENT_TOKENS, cached // EXTENT_TOKENS
+    num_host, num_disk = tiers.extents_of(worker.host_bit)
+    num_host, num_disk = min(most, num_host), min(most, num_disk)
     found = []
     if num_host > start:
         found.append(_load("host", worker, num_tokens, num_host, _load_ms(worker, "host", num_host - start)))

@@ -91,9 +91,11 @@ class Fleet:
         self._groups: dict[Version, ModelGroup] = {}
         self._versions: frozenset[Version] | None = None
         """The model versions of the present workers; None until computed again."""
-        self._sources: dict[Version, WorkerSet] | None = None
-        """The workers of each model version that can give KV to others: draining ones, too, but none that is suspected,
-        and none at all where the policy weighs no fetches. None until computed again."""
+        self._sources: dict[Version, tuple[WorkerSet, WorkerSet]] | None = None
+        """The workers of each model version that can give KV to others, and their host memories: draining ones, too,
+        but none that is suspected, and none at all where the policy weighs no fetches. None until computed again."""
+        self._with_other_ways: WorkerSet = 0
+        """The workers that may get KV from their tiers or from others. Valid while `_sources` is not None."""
         self._arithmetics: dict[WorkerId, str] | None = None
         """The arithmetic of each present worker if there are several, else empty; see `WorkerInfo.arithmetic`. None
         until computed again."""
@@ -454,6 +456,8 @@ class Fleet:
             self.index.expire(now)
             match = self.index.find(hashes)
             if self.tiers.is_used:
+                if self._sources is None:
+                    self._usable_sources()
                 match.tiers = self.tiers.find(hashes, match.least(self._with_other_ways))
             self._match = known = (hashes, now, match)
         return known[2]
@@ -478,9 +482,9 @@ class Fleet:
 
     def place_fetch(self, candidate: Candidate, now: float) -> FetchFrom | None:
         """Note that the candidate gets a prompt. Returns the fetch that it is to begin with, if any."""
-        plan, needy = candidate.fetch, candidate.worker.worker_id
+        plan = candidate.fetch
         source = None if plan is None else plan.source
-        self.fetch_links.placed(source, needy, now)
+        self.fetch_links.placed(source, candidate.worker.worker_id, now)
         if plan is None or source is None:
             return None
         instead_ms = candidate.worker.backlog_ms + candidate.ways[0].prefill_ms - plan.prefill_ms
@@ -602,21 +606,15 @@ class Fleet:
         group = self._groups.get(demand.version)
         return () if group is None else ((demand.version, group),)
 
-    @property
-    def _with_other_ways(self) -> WorkerSet:
-        """The workers that may get KV from their tiers or from others."""
-        workers = self.tiers.workers
-        for fetching in self._usable_sources().values():
-            workers |= fetching
-        return workers
-
-    def _usable_sources(self) -> dict[Version, WorkerSet]:
+    def _usable_sources(self) -> dict[Version, tuple[WorkerSet, WorkerSet]]:
         if self._sources is None:
-            self._sources = {}
+            self._sources, self._with_other_ways = {}, self.tiers.workers
             for worker in self._workers.values() if self._policy.weighs_fetches else ():
                 if worker.fetches and not worker.is_suspected:
                     version = version_of(worker.info)
-                    self._sources[version] = self._sources.get(version, 0) | worker.bit
+                    bits, hosts = self._sources.get(version, (0, 0))
+                    self._sources[version] = bits | worker.bit, hosts | worker.host_bit
+                    self._with_other_ways |= worker.bit
         return self._sources
 
     def _plan_fetches(self, demand: Demand, matched: PrefixMatch, lists: Sequence[Shortlist]) -> None:
@@ -636,25 +634,26 @@ class Fleet:
                     plan_fetch(demand, candidate, None, sources, links)
                 continue
             for candidate in candidates:
-                own = tiers if candidate.worker.bit & tiers.workers else None
+                own = tiers if tiers.has(candidate.worker.host_bit) else None
                 its_sources = sources if sources and candidate in lacking else ()
                 if own is not None or its_sources:
                     plan_fetch(demand, candidate, own, its_sources, links)
             for candidate in each.decodes if each.local else ():  # Local prefill sends nothing, so it fetches nothing.
-                if candidate.worker.bit & tiers.workers:
+                if tiers.has(candidate.worker.host_bit):
                     plan_fetch(demand, candidate, tiers, (), links)
 
     def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version, least: int) -> Sequence[Source]:
         """The best workers of one version from which others could get what they lack of the request: they have more
         than `least` tokens."""
-        among, turn, tiers = self._usable_sources().get(version, 0), demand.turn % NUM_TURNS, matched.tiers
+        among, hosts = self._usable_sources().get(version, (0, 0))
+        turn, tiers = demand.turn % NUM_TURNS, matched.tiers
         if not among:
             return ()
         least_extents = least // EXTENT_TOKENS
         blocks = dict(matched.best(MAX_HOLDERS, among, turn, (least_extents + 1) * HASHES_PER_EXTENT - 1))
         in_host: dict[WorkerId, int] = {}
         if tiers is not None:
-            in_host = dict(tiers.by_tier["host"].best(MAX_HOLDERS, among, turn, least_extents))
+            in_host = dict(tiers.best("host", MAX_HOLDERS, hosts, turn, least_extents))
         holders = []
         for worker_id in {**blocks, **in_host} if in_host else blocks:
             worker = self._workers[worker_id]

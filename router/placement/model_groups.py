@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
+from typing import get_args
 
 from disagg.proto.block_hash import HASH_BLOCK_TOKENS, max_cached_tokens
 from disagg.proto.ids import WorkerId
-from disagg.proto.messages import PeerRef, WorkerInfo
+from disagg.proto.messages import HASHES_PER_EXTENT, PeerRef, TierName, WorkerInfo
 from disagg.router.placement.forecast import openings
 from disagg.router.placement.lazy_ranking import LazyRanking
 from disagg.router.placement.placement import (
@@ -32,7 +33,7 @@ from disagg.router.placement.placement import (
 )
 from disagg.router.workers.circuit_breakers import Exclusions
 from disagg.router.workers.pairs import Pairs
-from disagg.router.workers.prefix_index import PrefixMatch, WorkerSet
+from disagg.router.workers.prefix_index import PrefixMatch, TierMatch, WorkerSet
 from disagg.router.workers.worker import Worker, decodes_only, has_both_roles, longest_sequence, prefills_only
 
 _Shape = tuple[int, ...]
@@ -308,6 +309,8 @@ NUM_ADAPTER_HOLDERS = 1
 NUM_TURNS = 1024
 """Number of placements after which the start among workers with equally long prefixes wraps around."""
 
+_TIERS: tuple[TierName, ...] = get_args(TierName)
+
 _Blocks = Callable[[Demand, WorkerInfo], int]
 
 
@@ -330,6 +333,8 @@ class WorkerBucket:
         self.members: dict[WorkerId, Worker] = {}
         self.mask: WorkerSet = 0
         """The members as a set of the prefix index."""
+        self.host_mask: WorkerSet = 0
+        """Their host memories as a set of the index of tiers."""
         self.num_open = 0
         """Number of members with a free prefill slot and a free decode place."""
         self.backlog_ms = 0.0
@@ -348,6 +353,7 @@ class WorkerBucket:
         """Add a worker, and rank it by cost and by room."""
         self.members[worker.worker_id] = worker
         self.mask |= worker.bit
+        self.host_mask |= worker.host_bit
         self.num_open += worker.has_slot and not worker.is_full
         self.backlog_ms += worker.backlog_ms
         self.used_blocks += worker.used_blocks
@@ -357,6 +363,7 @@ class WorkerBucket:
         """Remove a worker that is lost or takes no new requests."""
         del self.members[worker.worker_id]
         self.mask &= ~worker.bit
+        self.host_mask &= ~worker.host_bit
         self.num_open -= worker.has_slot and not worker.is_full
         self.backlog_ms -= worker.backlog_ms
         self.used_blocks -= worker.used_blocks
@@ -418,16 +425,28 @@ class WorkerBucket:
                 if worker not in workers and worker_id not in without:
                     workers.append(worker)
             if matched.tiers is not None:
-                for worker_id, num_tokens in matched.tiers.best(NUM_TIER_HOLDERS, self.mask, turn % NUM_TURNS):
-                    worker = self.members[worker_id]
-                    is_known = worker_id in without or worker in workers
-                    if not is_known and num_tokens > matched.blocks_of(worker.bit) * HASH_BLOCK_TOKENS:
-                        workers.append(worker)
+                self._add_tier_holders(workers, matched, matched.tiers, without, turn % NUM_TURNS)
         if demand.adapter and len(workers) < len(self.members):
             workers += self._adapter_holders(demand, workers, without)
         return self._with_room(demand, workers, matched) or self._with_room(
             demand, self._by_room.first(1, without), matched
         )
+
+    def _add_tier_holders(
+        self,
+        workers: list[Worker],
+        matched: PrefixMatch,
+        tiers: TierMatch,
+        without: Collection[WorkerId],
+        turn: int,
+    ) -> None:
+        """Add further members whose tiers have more of the request than their device caches."""
+        for tier in _TIERS:
+            for worker_id, num_extents in tiers.best(tier, NUM_TIER_HOLDERS, self.host_mask, turn):
+                worker = self.members[worker_id]
+                is_known = worker_id in without or worker in workers
+                if not is_known and num_extents * HASHES_PER_EXTENT > matched.blocks_of(worker.bit):
+                    workers.append(worker)
 
     def _adapter_holders(
         self, demand: Demand, known: Collection[Worker], without: Collection[WorkerId]

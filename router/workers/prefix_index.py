@@ -33,14 +33,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import msgspec
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import (
-    EXTENT_TOKENS,
+    HASHES_PER_EXTENT,
     BlocksRemoved,
     BlocksSnapshot,
     BlocksStored,
@@ -246,6 +245,10 @@ class PrefixIndex:
                     left ^= here
         return sorted(found.items())
 
+    def ends_of_extents(self, hashes: Sequence[BlockHash], beyond: int) -> list[tuple[int, WorkerSet]]:
+        """Where along the extents of a chain the holders' prefixes end, see `extent_ends`."""
+        return extent_ends(hashes, self._shards, beyond)
+
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """How many leading blocks of the chain each worker has; without workers that have none."""
         return self.find(hashes).all()
@@ -443,23 +446,91 @@ class PrefixMatch:
         return found
 
 
-class TierMatch(NamedTuple):
-    """What the tiers of workers have of one chain, by kind of tier; see `TierIndex.find`."""
+_SHIFT: Mapping[TierName, int] = {"host": 0, "disk": 1}
+"""How far the bit of each tier of a worker is from the first one."""
 
-    by_tier: Mapping[TierName, PrefixMatch]
-    workers: WorkerSet
-    """The workers that have anything of it in a tier."""
 
-    def tokens_of(self, bit: WorkerSet, tier: TierName) -> int:
-        """Leading tokens in a tier of one worker."""
-        return self.by_tier[tier].blocks_of(bit) * EXTENT_TOKENS
+class TierMatch:
+    """What the tiers of workers have of one chain; see `TierIndex.find`."""
 
-    def best(self, limit: int, among: WorkerSet, turn: int) -> Iterator[tuple[WorkerId, int]]:
-        """The workers of `among` whose tiers have most of the chain, at most `limit` of each kind of tier, and how many
-        leading tokens each has there."""
-        for match in self.by_tier.values():
-            for worker_id, num_extents in match.best(limit, among, turn):
-                yield worker_id, num_extents * EXTENT_TOKENS
+    __slots__ = ("_slots", "ends")
+
+    def __init__(self, ends: list[tuple[int, WorkerSet]], slots: Sequence[WorkerId]) -> None:
+        self.ends = ends
+        """(Number of extents, tiers whose prefix ends there), shortest first, as sets of the index of tiers; read
+        only."""
+        self._slots = slots
+
+    def has(self, host_bit: WorkerSet) -> bool:
+        """Whether a worker, given as its host memory (`Worker.host_bit`), has anything of the chain in a tier."""
+        tiers = host_bit | host_bit << 1
+        for _, found in self.ends:  # noqa: SIM110 - `any` with a generator takes three times as long
+            if found & tiers:
+                return True
+        return False
+
+    def extents_of(self, host_bit: WorkerSet) -> tuple[int, int]:
+        """Leading extents in the host memory of one worker (`Worker.host_bit`), and on its disk."""
+        num_host = num_disk = 0
+        disk_bit = host_bit << 1
+        for num_extents, found in self.ends:
+            if found & host_bit:
+                num_host = num_extents
+            if found & disk_bit:
+                num_disk = num_extents
+        return num_host, num_disk
+
+    def best(
+        self, tier: TierName, limit: int, among: WorkerSet, turn: int, more_than: int = 0
+    ) -> list[tuple[WorkerId, int]]:
+        """Like `PrefixMatch.best`, for one kind of tier: workers, and how many leading extents each has there. `among`:
+        their host memories."""
+        found: list[tuple[WorkerId, int]] = []
+        shift = _SHIFT[tier]
+        turn += turn
+        for num_extents, there in reversed(self.ends):
+            if num_extents <= more_than:
+                break
+            workers = there >> shift & among
+            while workers:
+                if len(found) == limit:
+                    return found
+                rest = workers >> turn << turn or workers
+                bit = rest & -rest
+                found.append((self._slots[bit.bit_length() >> 1], num_extents))
+                workers ^= bit
+        return found
+
+
+def extent_ends(hashes: Sequence[BlockHash], shards: Shards, beyond: int) -> list[tuple[int, WorkerSet]]:
+    """Like `prefix_ends`, of extents: every `HASHES_PER_EXTENT`-th hash of the chain. No slice is made of the chain,
+    which would touch hashes that the search does not look at."""
+    num_extents = len(hashes) // HASHES_PER_EXTENT
+    if num_extents <= beyond:
+        return []
+    last_of = HASHES_PER_EXTENT - 1
+    ends: list[tuple[int, WorkerSet]] = []
+    first = beyond
+    block_hash = hashes[first * HASHES_PER_EXTENT + last_of]
+    alive = shards[block_hash[0]].get(block_hash, 0)
+    seen: list[tuple[int, WorkerSet]] = [(num_extents, 0)]
+    while alive:
+        last, there = seen[-1]
+        if there & alive != alive:
+            while (middle := (first + last) >> 1) > first:
+                block_hash = hashes[middle * HASHES_PER_EXTENT + last_of]
+                here = shards[block_hash[0]].get(block_hash, 0)
+                if here is alive or here & alive == alive:
+                    first = middle
+                else:
+                    last, there = middle, here
+                    seen.append((last, there))
+        seen.pop()
+        still = alive & there
+        if still != alive:
+            ends.append((last, alive ^ still))
+        first, alive = last, still
+    return ends
 
 
 def prefix_ends(hashes: Sequence[BlockHash], shards: Shards, beyond: int = 0) -> list[tuple[int, WorkerSet]]:

@@ -55,6 +55,8 @@ class Worker:
     """Number of outstanding tokens below which it takes another prompt."""
     bit: WorkerSet = 0
     """The worker as a set of the prefix index."""
+    host_bit: WorkerSet = 0
+    """Its host memory as a set of the index of tiers; the next bit is its disk."""
     num_routers: int = 1
     """Number of routers that place on it. With several, sequences of the others count among those that decode, by
     `_others`."""
@@ -170,6 +172,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.model = StepModel(self.info.calibration, self.info.expert_share)
         self.is_measured = bool(self.info.calibration)
+        self.host_bit = self.bit * self.bit
         self.update_info(self.info)
 
     def update_info(self, info: WorkerInfo) -> None:

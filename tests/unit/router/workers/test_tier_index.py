@@ -54,10 +54,10 @@ def snapshot(**tiers: tuple[BlockHash, ...]) -> BlocksSnapshot:
 
 
 class TestIndex:
-    def tokens(self, index: TierIndex, tier: TierName, bit: int = 1) -> int:
+    def tokens(self, index: TierIndex, tier: TierName) -> int:
         match = index.find(HASHES)
         assert index.check_integrity() == []
-        return 0 if match is None else match.tokens_of(bit, tier)
+        return 0 if match is None else 128 * match.extents_of(1)[tier == "disk"]
 
     def test_events_of_each_tier_are_its_own(self) -> None:
         index = TierIndex()
@@ -101,16 +101,17 @@ class TestIndex:
         for number, tiers in enumerate(({"host": KEYS[:2]}, {"host": KEYS[:3], "disk": KEYS[:4]})):
             index.add_worker(WorkerId(f"p{number}"), Incarnation("1"), has_tiers=True)
             index.apply(report(f"p{number}", 0, snapshot(**tiers)))
-        for beyond, found, host, disk in (
-            (0, 3, [(2, 1), (3, 2)], [(4, 2)]),
-            (15, 3, [(2, 1), (3, 2)], [(4, 2)]),
-            (16, 2, [(3, 2)], [(4, 2)]),
-            (24, 2, [], [(4, 2)]),
+        for beyond, ends in (
+            (0, [(2, 0b1), (3, 0b100), (4, 0b1000)]),
+            (15, [(2, 0b1), (3, 0b100), (4, 0b1000)]),
+            (16, [(3, 0b100), (4, 0b1000)]),
+            (24, [(4, 0b1000)]),
         ):
             match = index.find(HASHES, beyond)
             assert match is not None
-            assert match.workers == found
-            assert (match.by_tier["host"].ends, match.by_tier["disk"].ends) == (host, disk)
+            assert match.ends == ends
+            assert match.extents_of(0b100) == (3 if beyond < 24 else 0, 4)
+            assert (match.has(0b1), match.has(0b100)) == (beyond < 16, True)
         assert index.find(HASHES, 32) is None
         assert index.find(HASHES[:16], 16) is None
 
