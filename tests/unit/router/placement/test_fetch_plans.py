@@ -19,10 +19,10 @@ from disagg.proto.messages import (
 )
 from disagg.router.config import RouterConfig
 from disagg.router.placement import fetches
-from disagg.router.placement.fetches import WON_BY, WON_BY_MS, Source, plan_fetch, step_ms
+from disagg.router.placement.fetches import WON_BY, WON_BY_MS, Source, step_ms
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.forecast import prefill_ms
-from disagg.router.placement.placement import Candidate, Demand, FetchPlan
+from disagg.router.placement.placement import Candidate, Demand, FetchPlan, version_of
 from disagg.router.workers.fetch_links import FetchLinks
 from disagg.router.workers.prefix_index import TierMatch
 from tests.unit.router.placement.test_fetches import HASHES, KEYS, demand_of, fleet_of
@@ -80,30 +80,32 @@ def random_fleet(draw: random.Random) -> Fleet:
         )
         worker.backlog_ms, worker.outstanding_tokens = draw.choice(((0.0, 0), (30.0, 60), (400.0, 800)))
         worker.num_decodes, worker.token_ms = draw.randrange(4), draw.choice((1.0, 20.0))
+        share = draw.choice((0.0, 0.5))
         for other in NAMES:
-            if draw.random() < 0.5:
+            if draw.random() < share:
                 fleet.fetch_links.placed(WorkerId(other), worker.worker_id, 1.0)
     return fleet
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_plans_are_those_of_a_plain_comparison(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_those_of_a_plain_comparison(seed: int) -> None:
+    """Of each candidate with all sources, whether one can win or not."""
     draw = random.Random(seed)
-    calls = []
-
-    def plan(
-        demand: Demand, candidate: Candidate, tiers: TierMatch | None, sources: Sequence[Source], links: FetchLinks
-    ) -> None:
-        expected = plan_plainly(demand, candidate, tiers, sources, links)
-        plan_fetch(demand, candidate, tiers, sources, links)
-        assert (candidate.fetch, candidate.ways) == expected
-        calls.append(candidate.fetch)
-
-    monkeypatch.setattr("disagg.router.placement.fleet.plan_fetch", plan)
+    found = []
     for _ in range(5):
         fleet = random_fleet(draw)
         for _ in range(4):
-            fleet.shortlists(demand_of(draw.randint(130, 1030)), HASHES, (), 1.0)
-    assert any(fetch is not None for fetch in calls)
-    assert any(fetch is None for fetch in calls)
+            demand = demand_of(draw.randint(130, draw.choice((290, 1030))))
+            (shortlist,) = fleet.shortlists(demand, HASHES, (), 1.0)
+            matched, candidates = fleet.matched(HASHES, 1.0), shortlist.prefills + shortlist.colocated
+            version = version_of(fleet.worker(WorkerId("p0")).info)
+            least = min((candidate.cached_tokens for candidate in candidates), default=0)
+            sources = fleet._sources_of(matched, demand, version, least)
+            alone = shortlist.decodes if shortlist.local else []
+            for candidate, its_sources in [*((each, sources) for each in candidates), *((each, ()) for each in alone)]:
+                tiers = matched.tiers if matched.tiers and matched.tiers.has(candidate.worker.host_bit) else None
+                expected = plan_plainly(demand, candidate, tiers, its_sources, fleet.fetch_links)
+                assert (candidate.fetch, candidate.ways) == expected
+                found.append(candidate.fetch)
+    assert {None if fetch is None else fetch.kind for fetch in found} >= {None, "peer", "host"}
     assert RouterConfig().pair_setup_ms == fleet.fetch_links.pair_setup_ms

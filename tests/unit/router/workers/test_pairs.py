@@ -140,3 +140,23 @@ def test_of_many_workers_the_formed_pairs_of_the_best_prefill_worker_are_looked_
     choice = placing.choose()
     assert choice is not None
     assert (placing.where(), choice.setup_ms) == ("p0 d37", 0.0)
+
+
+def test_who_has_a_formed_pair_with_anyone_is_known() -> None:
+    pairs = Pairs(RouterConfig(warm_pairs=1, pair_idle_s=10.0))
+    p0, p1, d0, d1 = ids("p0", "p1", "d0", "d1")
+    pairs.used(p0, d0, 0.0)
+    pairs.used(p0, d0, 1.0)
+    pairs.used(p1, d0, 2.0)
+    assert (pairs.has_formed(d0), pairs.has_formed(d1)) == (True, False)
+    pairs.expire(11.0)
+    assert (pairs.has_formed(d0), pairs.formed_with(p0), pairs.formed_with(p1)) == (True, set(), {d0})
+    pairs.failed(p1, d0)
+    assert not pairs.has_formed(d0)
+    pairs.used(p1, d0, 12.0)
+    pairs.forget(p1)
+    assert not pairs.has_formed(d0)
+    pairs.warm_up(d1, [p0])
+    assert pairs.has_formed(d1)
+    pairs.forget(p0)
+    assert not pairs.has_formed(d1)

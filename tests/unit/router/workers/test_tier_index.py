@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
 import pytest
@@ -27,11 +28,13 @@ from disagg.router.placement.placement import Candidate, Demand, FetchPlan
 from disagg.router.placement.policies.joint import Joint
 from disagg.router.workers.cost_model import LinkModel
 from disagg.router.workers.pairs import Pairs
+from disagg.router.workers.prefix_index import PrefixIndex
 from disagg.router.workers.tier_index import TierIndex
 from tests.support.router import worker_info
 
 HASHES = [BlockHash(bytes([number]) * 2) for number in range(40)]
 KEYS = tuple(HASHES[7::8])
+TIERS: tuple[TierName, ...] = ("host", "disk")
 STEPS = (StepSample(1.0 + 128 * 0.5, 128), StepSample(1.0 + 16 * 0.5, 16))
 """Half a millisecond a token."""
 
@@ -114,6 +117,49 @@ class TestIndex:
             assert (match.has(0b1), match.has(0b100)) == (beyond < 16, True)
         assert index.find(HASHES, 32) is None
         assert index.find(HASHES[:16], 16) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tiers_are_found_as_in_an_index_of_each(seed: int) -> None:
+    """With workers that come, go and report, and any workers left out."""
+    draw = random.Random(seed)
+    index, plain = TierIndex(), {tier: PrefixIndex() for tier in TIERS}
+    sequences: dict[str, int] = {}
+    for turn in range(60):
+        name = f"p{draw.randrange(12)}"
+        if name not in sequences or draw.random() < 0.2:
+            sequences.pop(name, None)
+            index.remove_worker(WorkerId(name))
+            for each in plain.values():
+                each.remove_worker(WorkerId(name))
+            if draw.random() < 0.9:
+                sequences[name] = 0
+                index.add_worker(WorkerId(name), Incarnation("1"), has_tiers=True)
+                for each in plain.values():
+                    each.add_worker(WorkerId(name), Incarnation("1"))
+        if name in sequences:
+            tiers: dict[TierName, tuple[BlockHash, ...]] = {tier: KEYS[: draw.randrange(6)] for tier in TIERS}
+            index.apply(report(name, sequences[name], BlocksSnapshot(hashes=(), tiers=tiers)))
+            for tier, each in plain.items():
+                each.apply(report(name, sequences[name], BlocksSnapshot(hashes=tiers[tier])))
+            sequences[name] += 1
+        beyond = draw.randrange(41)
+        match, expected = index.find(HASHES, beyond), {t: each.find(KEYS, beyond // 8) for t, each in plain.items()}
+        assert (match is None) == (not any(each.ends for each in expected.values()))
+        if match is None:
+            continue
+        among = {worker_id for worker_id in sequences if draw.random() < 0.8}
+        bits = {worker_id: plain["host"].bit(WorkerId(worker_id)) for worker_id in sequences}
+        for worker_id, bit in bits.items():
+            numbers = tuple(expected[tier].blocks_of(bit) for tier in TIERS)
+            assert match.extents_of(bit * bit) == numbers, worker_id
+            assert match.has(bit * bit) == any(numbers)
+        for tier in TIERS:
+            limit, more_than = draw.randint(1, 4), draw.randrange(3)
+            hosts, workers = sum(bits[each] ** 2 for each in among), sum(bits[each] for each in among)
+            best = match.best(tier, limit, hosts, turn % 16, more_than)
+            assert best == expected[tier].best(limit, workers, turn % 16, more_than)
+    assert index.check_integrity() == []
 
 
 def fleet_of(num_workers: int) -> tuple[Fleet, Joint]:
