@@ -107,8 +107,8 @@ def plan_fetch(
     `sources`: the deepest first. A fetch that would not win if its transfer took no time is not compared further."""
     worker, cached, num_tokens = candidate.worker, candidate.cached_tokens, demand.num_tokens
     loads = () if tiers is None else _loads(worker, cached, num_tokens, tiers)
-    may_fetch = worker.fetches and sources and sources[0].tokens > cached
-    if not (loads or may_fetch):
+    has_source = worker.fetches and sources and sources[0].tokens > cached
+    if not (loads or has_source):
         return
     compute_ms, wait_ms = prefill_ms(worker, cached, num_tokens), worker.backlog_ms
     ways: list[FetchPlan] = []
@@ -119,7 +119,7 @@ def plan_fetch(
         ready_ms = load.ms + load.prefill_ms
         if compute_ms - load.prefill_ms > load.ms * WON_BY + WON_BY_MS and ready_ms < best_ms:
             best, best_ms, own_ms = load, ready_ms, max(wait_ms, load.ms) + load.prefill_ms
-    if may_fetch:
+    if has_source:
         own_step_ms, best_ms, worker_id = step_ms(worker), math.inf, worker.worker_id
         for source in sources:
             if source.tokens <= cached or source.worker is worker:

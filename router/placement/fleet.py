@@ -633,13 +633,14 @@ class Fleet:
                 for candidate in lacking if sources else ():
                     plan_fetch(demand, candidate, None, sources, links)
                 continue
+            holders = tiers.holders()
             for candidate in candidates:
-                own = tiers if tiers.has(candidate.worker.host_bit) else None
+                own = tiers if candidate.worker.tier_bits & holders else None
                 its_sources = sources if sources and candidate in lacking else ()
                 if own is not None or its_sources:
                     plan_fetch(demand, candidate, own, its_sources, links)
             for candidate in each.decodes if each.local else ():  # Local prefill sends nothing, so it fetches nothing.
-                if tiers.has(candidate.worker.host_bit):
+                if candidate.worker.tier_bits & holders:
                     plan_fetch(demand, candidate, tiers, (), links)
 
     def _sources_of(self, matched: PrefixMatch, demand: Demand, version: Version, least: int) -> Sequence[Source]:

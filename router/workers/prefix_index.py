@@ -461,13 +461,12 @@ class TierMatch:
         only."""
         self._slots = slots
 
-    def has(self, host_bit: WorkerSet) -> bool:
-        """Whether a worker, given as its host memory (`Worker.host_bit`), has anything of the chain in a tier."""
-        tiers = host_bit | host_bit << 1
-        for _, found in self.ends:  # noqa: SIM110 - `any` with a generator takes three times as long
-            if found & tiers:
-                return True
-        return False
+    def holders(self) -> WorkerSet:
+        """All tiers that have anything of the chain."""
+        found = 0
+        for _, tiers in self.ends:
+            found |= tiers
+        return found
 
     def extents_of(self, host_bit: WorkerSet) -> tuple[int, int]:
         """Leading extents in the host memory of one worker (`Worker.host_bit`), and on its disk."""

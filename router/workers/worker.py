@@ -57,6 +57,8 @@ class Worker:
     """The worker as a set of the prefix index."""
     host_bit: WorkerSet = 0
     """Its host memory as a set of the index of tiers; the next bit is its disk."""
+    tier_bits: WorkerSet = 0
+    """All its tiers as such a set."""
     num_routers: int = 1
     """Number of routers that place on it. With several, sequences of the others count among those that decode, by
     `_others`."""
@@ -173,6 +175,7 @@ class Worker:
         self.model = StepModel(self.info.calibration, self.info.expert_share)
         self.is_measured = bool(self.info.calibration)
         self.host_bit = self.bit * self.bit
+        self.tier_bits = 3 * self.host_bit
         self.update_info(self.info)
 
     def update_info(self, info: WorkerInfo) -> None:
