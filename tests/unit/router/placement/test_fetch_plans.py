@@ -103,12 +103,7 @@ def test_plans_are_those_of_a_plain_comparison(seed: int) -> None:
             sources = fleet._sources_of(matched, demand, version, least)
             alone = shortlist.decodes if shortlist.local else []
             for candidate, its_sources in [*((each, sources) for each in candidates), *((each, ()) for each in alone)]:
-                tiers = (
-                    matched.tiers
-                    if matched.tiers and any(matched.tiers.extents_of(candidate.worker.host_bit))
-                    else None
-                )
-                expected = plan_plainly(demand, candidate, tiers, its_sources, fleet.fetch_links)
+                expected = plan_plainly(demand, candidate, matched.tiers, its_sources, fleet.fetch_links)
                 assert (candidate.fetch, candidate.ways) == expected
                 found.append(candidate.fetch)
     assert {None if fetch is None else fetch.kind for fetch in found} >= {None, "peer", "host"}
