@@ -25,6 +25,7 @@
 #include "linear.h"
 #include "pairs.h"
 #include "scratch.h"
+#include "sums.h"
 #include "thread_pool.h"
 #include "tiles.h"
 
@@ -39,7 +40,7 @@ constexpr int64_t CROWD = 8;
 // Whether weights of this kind are multiplied as pairs of bf16, by matrix tiles or not.
 constexpr bool are_pairs([[maybe_unused]] Weights weights) {
 #if defined(DISAGG_INT8_PAIRS)
-    return weights != Weights::FP32;
+    return weights != Weights::FP32 && !are_sums(weights);
 #elif defined(__AVX512BF16__)
     return weights == Weights::BF16 || are_codes(weights);
 #else
@@ -143,9 +144,23 @@ struct MultiplyAdds {
     }
 };
 
+// Weights that are codes, as sums of codes; of this kind of them.
+struct SumsOfCodes {
+    static constexpr int64_t ALIGNMENT = 1;
+    Weights weights;
+
+    static int64_t row_bytes(int64_t depth) { return row_bytes_of_sums(depth); }
+    void lay_out(const void* x, int64_t depth, void* rows, int64_t r) const {
+        lay_out_row_of_sums(weights, static_cast<const bf16*>(x), depth, rows, r);
+    }
+    static void multiply(const Linear& args) { multiply_by_sums(args); }
+    static void panels(const Linear& args, int64_t first, int64_t end) { panels_by_sums(args, first, end); }
+};
+
 // `body` with the way in which weights of this kind are multiplied.
 template <class Body>
 auto with_way(Weights weights, Body body) {
+    if (are_sums(weights)) return body(SumsOfCodes{weights});
 #ifdef __AVX512BF16__
     if (are_pairs(weights)) return body(Pairs{});
 #endif

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.memory import HugePages, copy_pairs
-from disagg.kernels.groups import GROUP, CodedWeight
+from disagg.kernels.groups import GROUP, CodedWeight, Offset
 from disagg.kernels.linear import PackedWeight
 from disagg.kernels.quantize import Int8Weight, Quantization, quantize_int8
 
@@ -36,8 +36,21 @@ _CODE_KINDS: Final[Mapping[tuple[torch.dtype, int], int]] = {
     (torch.uint8, 640): 3,
     (torch.int8, 640): 4,
     (torch.uint8, 1088): 5,
+    (torch.int16, 640): 6,
+    (torch.int32, 640): 7,
+    (torch.int16, 1088): 8,
 }
-"""Kinds of packed codes, by dtype and bytes of a group of a panel: with minimums, with zeros, of 8 bits."""
+"""Kinds of packed codes, by dtype and bytes of a group of a panel: with minimums, with zeros, of 8 bits; then the same
+for products that are sums of codes."""
+_CODE_DTYPES: Final[Mapping[tuple[Offset, bool], torch.dtype]] = {
+    ("minimum", False): torch.uint8,
+    ("zero", False): torch.int8,
+    ("none", False): torch.uint8,
+    ("minimum", True): torch.int16,
+    ("zero", True): torch.int32,
+    ("none", True): torch.int16,
+}
+"""Dtype that packed codes are held as, so that it tells their kind; whether products are sums of codes."""
 _GROUP = 4
 """Columns of a vector whose int8 pairs stand together; see `panels.h`."""
 
@@ -87,16 +100,17 @@ class NativeLinear:
         packed = self._kept(self._ordered_int8(weight.quantized_OI))
         return NativeWeight(self, packed, weight.scale_O.contiguous(), O, I)
 
-    def pack_codes(self, weight: CodedWeight) -> NativeWeight | None:
-        """Pack a weight of codes, whose products have the bits of those of the bf16 weight that it stands for; None for
-        one that is not on the CPU."""
+    def pack_codes(self, weight: CodedWeight, *, by_sums: bool = False) -> NativeWeight | None:
+        """Pack a weight of codes, whose products have the bits of those of the bf16 weight that it stands for, or,
+        `by_sums`, are sums of codes (`sums.cpp`); None for one that is not on the CPU."""
         if not weight.code_OI.is_cpu:
             return None
         groups, (O, I) = weight.groups, weight.code_OI.shape  # noqa: E741
         numbers = [groups.scale_OG] if groups.offset_OG is None else [groups.scale_OG, groups.offset_OG]
         headers = [_columns(each).transpose(1, 2).contiguous().view(torch.uint8) for each in numbers]
-        panels = torch.cat([*headers, self._ordered_codes(weight.code_OI)], dim=2)
-        packed = self._memory.new(panels.shape, torch.int8 if groups.offset == "zero" else torch.uint8)
+        panels = torch.cat([*headers, self._ordered_codes(weight.code_OI, by_sums)], dim=2)
+        dtype = _CODE_DTYPES[groups.offset, by_sums]
+        packed = self._memory.new((*panels.shape[:2], panels.shape[2] // dtype.itemsize), dtype)
         packed.view(torch.uint8).copy_(panels)
         return NativeWeight(self, packed, None, O, I)
 
@@ -133,7 +147,7 @@ class NativeLinear:
         split = panels.view(panels.shape[0], 2, COLUMNS // 2 // _GROUP, _GROUP, panels.shape[2], 2)
         return split.permute(0, 4, 2, 1, 3, 5).reshape(panels.shape[0], panels.shape[2], COLUMNS, 2)
 
-    def _ordered_codes(self, code_OI: Tensor) -> Tensor:
+    def _ordered_codes(self, code_OI: Tensor, by_sums: bool) -> Tensor:
         """Codes as bytes in the order in which they are packed, [N / 32, K / 32, bytes]."""
         panels = _columns(code_OI).view(torch.uint8)
         P, _, I = panels.shape  # noqa: E741
@@ -141,7 +155,10 @@ class NativeLinear:
         if self._code_pairs:
             if is_byte:
                 return panels.view(P, 4, 8, G, 16, 2).permute(0, 3, 4, 1, 2, 5).reshape(P, G, -1)
-            words = panels.view(P, 4, 8, G, 2, 8, 2).permute(0, 3, 4, 1, 2, 6, 5)
+            if by_sums:
+                words = panels.view(P, COLUMNS, G, 4, 4, 2).permute(0, 2, 3, 1, 5, 4)
+            else:
+                words = panels.view(P, 4, 8, G, 2, 8, 2).permute(0, 3, 4, 1, 2, 6, 5)
         elif is_byte:
             return panels.transpose(1, 2).reshape(P, G, -1)
         else:
@@ -179,7 +196,7 @@ def _check_packed(
 ) -> None:
     """That these are the parts of a packed weight of this size, or of the weights of so many experts. Raises
     `ValueError`."""
-    if packed.dim() == 3 and not experts and (packed.dtype, packed.shape[2]) in _CODE_KINDS:
+    if packed.dim() == 3 and not experts and _code_kind(packed) is not None:
         coded_shape = (-(-out_features // COLUMNS), in_features // GROUP, packed.shape[2])
         if packed.shape != coded_shape or in_features % GROUP or scale is not None or not packed.is_contiguous():
             raise ValueError(f"packed codes are {list(packed.shape)}, not {list(coded_shape)}")
@@ -191,6 +208,11 @@ def _check_packed(
         raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, not {wanted} {list(shape)}")
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (*experts, out_features)):
         raise ValueError(f"scales are {scale.dtype} {list(scale.shape)}, not {out_features} float32")
+
+
+def _code_kind(packed: Tensor) -> int | None:
+    """The kind of packed codes; None for other weights."""
+    return _CODE_KINDS.get((packed.dtype, packed.shape[-1] * packed.itemsize))
 
 
 def _columns(numbers_ON: Tensor) -> Tensor:
@@ -251,13 +273,13 @@ class NativeWeight(PackedWeight):
     @property
     def kind(self) -> int:
         """Number of its kind in the library's calls."""
-        packed = self.packed
-        return _CODE_KINDS[packed.dtype, packed.shape[2]] if self.are_codes else KINDS[packed.dtype]
+        code_kind = _code_kind(self.packed)
+        return KINDS[self.packed.dtype] if code_kind is None else code_kind
 
     @property
     def are_codes(self) -> bool:
         """Whether it is of codes in groups."""
-        return (self.packed.dtype, self.packed.shape[2]) in _CODE_KINDS
+        return _code_kind(self.packed) is not None
 
     def gemm(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias, rounded once; [T, O]."""

@@ -12,10 +12,23 @@
 
 namespace disagg {
 
-enum class Weights : int32_t { BF16 = 0, INT8 = 1, FP32 = 2, CODES4_MINIMUM = 3, CODES4_ZERO = 4, CODES8 = 5 };
+enum class Weights : int32_t {
+    BF16 = 0,
+    INT8 = 1,
+    FP32 = 2,
+    CODES4_MINIMUM = 3,
+    CODES4_ZERO = 4,
+    CODES8 = 5,
+    SUMS4_MINIMUM = 6,
+    SUMS4_ZERO = 7,
+    SUMS8 = 8
+};
 
-// Whether weights of this kind are codes in groups; see `groups.h`.
-constexpr bool are_codes(Weights weights) { return weights >= Weights::CODES4_MINIMUM; }
+// Whether weights of this kind are codes in groups that are multiplied as what they stand for; see `groups.h`.
+constexpr bool are_codes(Weights weights) { return weights >= Weights::CODES4_MINIMUM && weights <= Weights::CODES8; }
+
+// Whether they are multiplied as sums of codes; see `sums.cpp`.
+constexpr bool are_sums(Weights weights) { return weights >= Weights::SUMS4_MINIMUM; }
 
 constexpr int VECS = 2;
 constexpr int64_t COLUMNS = VECS * LANES;
