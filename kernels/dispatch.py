@@ -47,7 +47,7 @@ from disagg.kernels.ops import (
     RopeWrite,
 )
 from disagg.kernels.prefill_work import ChunkPlace, PrefillWork
-from disagg.kernels.quantize import Quantization, pack_fp8, quantize_int8
+from disagg.kernels.quantize import STORED, Quantization, pack_fp8, quantize_int8
 from disagg.kernels.settings import triton_shapes
 from disagg.kernels.settings.switches import switches
 
@@ -265,8 +265,8 @@ def pack_weight(
     fp32, the rounded weight is packed as a plain one: the same model, no faster.
 
     `stored` packs a weight that was dequantized as the codes that it came from, if its `groups` are given and there is
-    a C++ GEMM: the same bits are computed from fewer bytes. `int4` rounds the weight to such codes. `fp8` is for GPUs
-    that multiply 8-bit floats.
+    a C++ GEMM: the same bits are computed from fewer bytes. `stored_sums` does so as well, and its products are sums
+    of codes, in other bits. `int4` rounds the weight to such codes. `fp8` is for GPUs that multiply 8-bit floats.
 
     Raises:
         ValueError: `int8`, `int4` or `fp8` of a weight that is not finite, or `int4` of one that has no whole groups.
@@ -285,12 +285,12 @@ def pack_weight(
     if quantization == "int4":
         coded = quantize_int4(weight_OI)
         weight_OI = coded.dequantized().to(weight_OI.dtype)
-    elif quantization == "stored" and groups is not None:
+    elif quantization in STORED and groups is not None:
         coded = find_codes(weight_OI, groups)
-    if quantization == "stored" and (coded is None or native is None):
+    if quantization in STORED and (coded is None or native is None):
         _warn_not_stored(tuple(weight_OI.shape))
     if coded is not None and native is not None and weight_OI.dtype == torch.bfloat16:
-        codes = native.pack_codes(coded)
+        codes = native.pack_codes(coded, by_sums=quantization == "stored_sums")
         assert codes is not None, "the weight is on the CPU"
         return codes
     packed = native.pack(weight_OI) if native is not None else None
@@ -343,7 +343,8 @@ def arithmetic(dtype: torch.dtype, quantization: Quantization, device: torch.dev
     native = _choice().linear
     if native is None or dtype not in (torch.bfloat16, torch.float32):
         return "torch"
-    return native.arithmetic(torch.uint8 if quantization == "int8" and dtype == torch.bfloat16 else dtype)
+    name = native.arithmetic(torch.uint8 if quantization == "int8" and dtype == torch.bfloat16 else dtype)
+    return f"{name}, sums of codes" if quantization == "stored_sums" else name
 
 
 def packed_parts(weight: PackedWeight | NativeExpertWeight) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +30,12 @@ from disagg.kernels.settings.switches import switches
 
 LARGEST_INT8 = 127
 
-Quantization = Literal["none", "stored", "int8", "int4", "fp8"]
-"""Quantization of the weights of linear layers. `stored` rounds nothing: weights that a checkpoint has in 4 or 8 bits
-are computed from as few; see `kernels/groups.py`, which also has the rounding of `int4`."""
+Quantization = Literal["none", "stored", "stored_sums", "int8", "int4", "fp8"]
+"""Quantization of the weights of linear layers. `stored` and `stored_sums` round no weight: those that a checkpoint has
+in 4 or 8 bits are computed from as few, as bf16 numbers or as sums of codes; see `kernels/groups.py`, which also has
+the rounding of `int4`."""
+STORED: Final[tuple[Quantization, ...]] = ("stored", "stored_sums")
+"""Those for which a checkpoint has to have scales of groups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

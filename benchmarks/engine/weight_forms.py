@@ -30,9 +30,10 @@ from disagg.engine.runner.model.parameters import DenseParameters, ModelParamete
 from disagg.engine.runner.weights import load_parameters
 from disagg.kernels import dispatch
 from disagg.kernels.cpu.linear import NativeWeight
+from disagg.kernels.quantize import STORED
 from tests.support.reports import positive, print_table, report, write_json
 
-FORMS: tuple[Quantization, ...] = ("stored", "int8", "int4")
+FORMS: tuple[Quantization, ...] = ("stored", "stored_sums", "int8", "int4")
 
 
 def weights_of(parameters: ModelParameters) -> list[NativeWeight]:
@@ -52,7 +53,7 @@ def weights_of(parameters: ModelParameters) -> list[NativeWeight]:
 def load(folder: str, form: Quantization) -> list[NativeWeight]:
     """The weights of a checkpoint in one form."""
     model, cpu = read_model_config(folder), torch.device("cpu")
-    scales = GroupScales() if form == "stored" else None
+    scales = GroupScales() if form in STORED else None
     parameters = load_parameters(folder, model, torch.bfloat16, cpu, scales=scales)
     pack_parameters(parameters, form, scales)
     return weights_of(parameters)

@@ -6,7 +6,7 @@
 Every token of the texts (by default pages of this repository) is predicted from those before it. Printed are the
 perplexity, the mean Kullback-Leibler divergence from fp32 and from bf16 in nats, and how often the most likely token is
 another than in fp32. `stored` are the codes of the model's own file (of the default model Q4_1), `q8_0` is `stored` of
-the same weights after rounding to that format.
+the same weights after rounding to that format; `stored_sums` multiplies both as sums of codes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from disagg.engine.runner.model.parameters import DenseParameters, ModelParamete
 from disagg.engine.runner.model.rope import RopeTables
 from disagg.engine.runner.weights import load_parameters
 from disagg.kernels.groups import GROUP, Groups
+from disagg.kernels.quantize import STORED
 from tests.support.reports import REPOSITORY, print_table, report, write_json
 
 TEXTS = ("README.md", "docs/architecture.md", "docs/observability.md")
@@ -58,7 +59,9 @@ FORMS = {
     "fp32": Form("float32"),
     "bf16": Form("bfloat16"),
     "stored": Form("bfloat16", "stored"),
+    "stored_sums": Form("bfloat16", "stored_sums"),
     "q8_0": Form("bfloat16", "stored", is_q8_0=True),
+    "q8_0 sums": Form("bfloat16", "stored_sums", is_q8_0=True),
     "int8": Form("bfloat16", "int8"),
     "int4": Form("bfloat16", "int4"),
     "kv int8": Form("bfloat16", kv_dtype="int8"),
@@ -89,7 +92,7 @@ class Scorer:
     def __init__(self, folder: str, num_tokens: int, form: Form) -> None:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         model, dtype, device = read_model_config(folder), getattr(torch, form.dtype), torch.device("cpu")
-        scales = GroupScales() if form.quantization == "stored" and not form.is_q8_0 else None
+        scales = GroupScales() if form.quantization in STORED and not form.is_q8_0 else None
         parameters = load_parameters(folder, model, dtype, device, scales=scales)
         if form.is_q8_0:
             scales = GroupScales()

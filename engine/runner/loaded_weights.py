@@ -23,6 +23,7 @@ from disagg.engine.runner.shared_weights import shared_parameters
 from disagg.engine.runner.weights import load_parameters
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.dispatch import drop_packing_memory, set_num_threads
+from disagg.kernels.quantize import STORED
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def load_weights(
     dtype: torch.dtype = getattr(torch, source.dtype)
 
     def own_parameters() -> ModelParameters:
-        scales = GroupScales() if source.quantization == "stored" else None
+        scales = GroupScales() if source.quantization in STORED else None
         parameters = load_parameters(source.model_path, model, dtype, device, shard, scales)
         pack_parameters(parameters, source.quantization, scales)
         return parameters

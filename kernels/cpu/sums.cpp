@@ -13,8 +13,8 @@
 // A row is laid out as words, one input or a pair, behind which the sums of its groups stand. Codes of 4 bits are multiplied where
 // they stand in their words, by inputs that are as much smaller: exact for inputs from 2^-118 on.
 //
-// Up to a tile of rows take codes from their panel. More rows are several tiles, for which some groups of a panel at a time are unpacked
-// into the cache. Sums of a group are in registers, totals in memory.
+// All tiles of rows take codes from their panel, which stays in the cache: to unpack them once for several tiles was slower, with 8 to 128
+// rows. Sums of a group are in registers, totals in memory.
 
 #include "sums.h"
 
@@ -29,8 +29,13 @@
 namespace disagg {
 namespace {
 
+// Lets the compiler know nothing of what is there: else it keeps all constants and totals of a loop in registers, and sums on the stack.
+template <class T>
+[[gnu::always_inline]] inline void keep_in_memory(T*& at) {
+    asm volatile("" : "+r"(at));
+}
+
 constexpr int64_t MAX_SUM_ROWS = MAX_FMA_ROWS;
-constexpr int64_t BLOCK_GROUPS = 4;  // that are unpacked at a time
 
 #ifdef __AVX512BF16__
 
@@ -41,7 +46,7 @@ inline vr madd(vr acc, vr x, vr codes) { return (vr)_mm512_dpbf16_ps((__m512)acc
 
 // The steps of one group: pairs of codes as bf16.
 template <class CODES>
-struct PackedCodes {
+struct CodeSteps {
     static constexpr int NIBBLES = 4;
     static constexpr int64_t BYTES = CODES::BYTES;
     static constexpr float ADDED = CODES::ARE_4_BITS ? 128.0f : 0.0f;
@@ -92,10 +97,11 @@ inline vr splat_word(const Word* x) {
 inline vr madd(vr acc, vr x, vr codes) { return fma(x, codes, acc); }
 
 constexpr int BLOCKS = 4, NIBBLES = GROUP / BLOCKS;
+constexpr uint32_t NIBBLE_MASKS[NIBBLES] = {15u, 15u << 4, 15u << 8, 15u << 12, 15u << 16, 15u << 20, 15u << 24, 15u << 28};
 
 // The steps of one group: codes as fp32, of 4 bits times a power of two.
 template <class CODES>
-struct PackedCodes {
+struct CodeSteps {
     static constexpr int64_t BYTES = CODES::BYTES;
     static constexpr float ADDED = 0.0f;
 
@@ -122,11 +128,14 @@ struct PackedCodes {
     template <int N, class Use>
     [[gnu::always_inline]] static void nibble(Use use) {
         constexpr bool IS_LAST = N == NIBBLES - 1;  // its bits would be a sign
+        const uint32_t* place = &NIBBLE_MASKS[N];
+        keep_in_memory(place);
+        const vru mask = vru{} + *place;
         for (int64_t block = 0; block < BLOCKS; ++block)
             use(N * BLOCKS + block, [&](const char* at, int v) {
                 vru words;
                 std::memcpy(&words, at + block * 4 * COLUMNS + v * 4 * REGISTER_LANES, sizeof words);
-                return __builtin_convertvector((vri)(IS_LAST ? words >> (4 * N) : words & (15u << (4 * N))), vr);
+                return __builtin_convertvector((vri)(IS_LAST ? words >> (4 * N) : words & mask), vr);
             });
     }
 };
@@ -144,22 +153,6 @@ inline void lay_out_words(const bf16* x, int64_t depth, bool are_4_bits, Word* w
 #endif
 
 constexpr int64_t STEPS = GROUP / INPUTS;
-constexpr int64_t UNPACKED_COLUMNS = fma_columns(MAX_SUM_ROWS);
-
-// Codes of some columns that were unpacked, one step after the other.
-template <class CODES>
-struct UnpackedCodes {
-    static constexpr int64_t BYTES = STEPS * UNPACKED_COLUMNS * static_cast<int64_t>(sizeof(float));
-    static constexpr float ADDED = PackedCodes<CODES>::ADDED;
-
-    template <class Use>
-    [[gnu::always_inline]] static void each(Use use) {
-        for (int64_t step = 0; step < STEPS; ++step)
-            use(step, [&](const char* at, int v) {
-                return load_register(reinterpret_cast<const float*>(at) + step * UNPACKED_COLUMNS + v * REGISTER_LANES);
-            });
-    }
-};
 
 // Rows laid out.
 struct SumRows {
@@ -176,10 +169,10 @@ int64_t sums_stride(int64_t depth) { return wide_stride(words_of(depth) + depth 
 
 // AT_ONCE groups of ROWS rows, from group `g` on, of the columns from `column` on. Codes of the first one begin at `codes`, scales at
 // `header`.
-template <class CODES, template <class> class Source, int ROWS, int VECS, int AT_ONCE>
-[[gnu::always_inline]] inline void add_groups(const SumRows& x, int64_t g, const char* header, const char* codes, int64_t column,
+template <class CODES, int ROWS, int VECS, int AT_ONCE>
+[[gnu::always_inline]] inline void add_groups(SumRows x, int64_t g, const char* header, const char* codes, int64_t column,
                                               float (*totals)[COLUMNS]) {
-    using Steps = Source<CODES>;
+    using Steps = CodeSteps<CODES>;
     vr acc[AT_ONCE][ROWS][VECS];
 #pragma GCC unroll 4
     for (int a = 0; a < AT_ONCE; ++a)
@@ -191,6 +184,7 @@ template <class CODES, template <class> class Source, int ROWS, int VECS, int AT
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) rows[r] = x.row(r) + g * STEPS;
     Steps::each([&](int64_t step, auto code) __attribute__((always_inline)) {
+        keep_in_memory(codes);
 #pragma GCC unroll 4
         for (int a = 0; a < AT_ONCE; ++a) {
             if constexpr (ROWS < VECS) {
@@ -217,100 +211,57 @@ template <class CODES, template <class> class Source, int ROWS, int VECS, int AT
         }
     });
     constexpr bool HAS_OFFSET = CODES::OF != Offset::NONE || Steps::ADDED != 0.0f;
+    keep_in_memory(totals);
+    const auto* sums = reinterpret_cast<const float*>(x.at + x.num_groups * STEPS) + g;
 #pragma GCC unroll 4
-    for (int a = 0; a < AT_ONCE; ++a)
+    for (int a = 0; a < AT_ONCE; ++a) {
+        Scales scales[VECS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECS; ++v) {
-            Scales scales = load_scales<CODES>(header + a * CODES::BYTES, column + v * REGISTER_LANES);
-            if constexpr (Steps::ADDED != 0.0f) scales.offset = scales.offset - scales.scale * splat_register(Steps::ADDED);
+            scales[v] = load_scales<CODES>(header + a * CODES::BYTES, column + v * REGISTER_LANES);
+            if constexpr (Steps::ADDED != 0.0f) scales[v].offset = scales[v].offset - scales[v].scale * splat_register(Steps::ADDED);
+        }
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
+            const vr of_inputs = splat_register(sums[r * x.stride + a]);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; ++v) {
                 float* at = totals[r] + v * REGISTER_LANES;
                 vr total = load_register(at);
-                if constexpr (HAS_OFFSET) {
-                    const auto* sums = reinterpret_cast<const float*>(x.row(r) + x.num_groups * STEPS);
-                    total = fma(scales.offset, splat_register(sums[g + a]), total);
-                }
-                store_register(at, fma(scales.scale, acc[a][r][v], total));
+                if constexpr (HAS_OFFSET) total = fma(scales[v].offset, of_inputs, total);
+                store_register(at, fma(scales[v].scale, acc[a][r][v], total));
             }
         }
+    }
 }
 
 template <class CODES, int ROWS>
-void tile_of_packed(const SumRows& x, const char* panel, int64_t column, float (*totals)[COLUMNS]) {
+[[gnu::noinline]] void tile(SumRows x, const char* panel, int64_t column, float (*totals)[COLUMNS]) {
     constexpr int VECS = fma_columns(ROWS) / REGISTER_LANES;
     constexpr int AT_ONCE = std::max(8 / (ROWS * VECS), 1);  // chains enough that none is waited for
-    using Steps = PackedCodes<CODES>;
+    using Steps = CodeSteps<CODES>;
     for (int r = 0; r < ROWS; ++r) std::fill_n(totals[r], fma_columns(ROWS), 0.0f);
     int64_t g = 0;
     for (; g + AT_ONCE <= x.num_groups; g += AT_ONCE, panel += AT_ONCE * CODES::BYTES)
-        add_groups<CODES, PackedCodes, ROWS, VECS, AT_ONCE>(x, g, panel, Steps::begin(panel, column), column, totals);
+        add_groups<CODES, ROWS, VECS, AT_ONCE>(x, g, panel, Steps::begin(panel, column), column, totals);
     for (; g < x.num_groups; ++g, panel += CODES::BYTES)
-        add_groups<CODES, PackedCodes, ROWS, VECS, 1>(x, g, panel, Steps::begin(panel, column), column, totals);
+        add_groups<CODES, ROWS, VECS, 1>(x, g, panel, Steps::begin(panel, column), column, totals);
 }
 
-// Groups `g` to `end`, whose codes were unpacked.
-template <class CODES, int ROWS>
-void tile_of_unpacked(const SumRows& x, int64_t g, int64_t end, const char* panel, const char* codes, int64_t column, float (*totals)[COLUMNS]) {
-    constexpr int VECS = UNPACKED_COLUMNS / REGISTER_LANES;
-    for (; g < end; ++g, codes += UnpackedCodes<CODES>::BYTES)
-        add_groups<CODES, UnpackedCodes, ROWS, VECS, 1>(x, g, panel + g * CODES::BYTES, codes, column, totals);
-}
-
+// The outputs of one panel, whose codes stay in the cache.
 template <class CODES>
-void unpack(const char* group, int64_t column, float* codes) {
-    constexpr int VECS = UNPACKED_COLUMNS / REGISTER_LANES;
-    PackedCodes<CODES>::each([&](int64_t step, auto code) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; ++v)
-            store_register(codes + step * UNPACKED_COLUMNS + v * REGISTER_LANES, code(PackedCodes<CODES>::begin(group, column), v));
-    });
-}
-
-// The outputs of one panel for a tile of rows.
-template <class CODES>
-void panel_of_few(const Linear& args, const SumRows& x, int64_t column, const char* panel) {
+void panel_of_sums(const Linear& args, const SumRows& x, int64_t column, const char* panel) {
     alignas(64) float totals[MAX_SUM_ROWS][COLUMNS];
-    const int64_t columns = fma_columns(args.num_rows);
-    for (int64_t at = 0; at < COLUMNS; at += columns) {
-        with_constant<MAX_SUM_ROWS>(args.num_rows, [&](auto rows) { tile_of_packed<CODES, decltype(rows)::value>(x, panel, at, totals); });
-        finish<bf16>(args, 0, static_cast<int>(args.num_rows), column + at, static_cast<int>(columns / LANES),
-                     [&](int r, int v) { return load(totals[r] + v * LANES); });
-    }
-}
-
-struct alignas(64) Totals {
-    float columns[COLUMNS];
-};
-
-// The same for more rows.
-template <class CODES>
-void panel_of_many(const Linear& args, const SumRows& x, int64_t column, const char* panel) {
-    static thread_local std::vector<Totals> memory;
-    auto* totals = &at_least(memory, args.num_rows)->columns;
-    alignas(64) float codes[BLOCK_GROUPS * STEPS * UNPACKED_COLUMNS];
-    const int64_t tiles = num_tiles(args.num_rows, MAX_SUM_ROWS);
-    for (int64_t at = 0; at < COLUMNS; at += UNPACKED_COLUMNS) {
-        for (int64_t r = 0; r < args.num_rows; ++r) std::fill_n(totals[r], UNPACKED_COLUMNS, 0.0f);
-        for (int64_t g = 0; g < x.num_groups; g += BLOCK_GROUPS) {
-            const int64_t end = std::min(g + BLOCK_GROUPS, x.num_groups);
-            for (int64_t each = g; each < end; ++each)
-                unpack<CODES>(panel + each * CODES::BYTES, at, codes + (each - g) * STEPS * UNPACKED_COLUMNS);
-            for (int64_t t = 0; t < tiles; ++t) {
-                const TileRows rows = rows_of(t, tiles, args.num_rows);
-                const SumRows of_tile{x.row(rows.first), x.stride, x.num_groups};
-                with_constant<MAX_SUM_ROWS>(rows.count, [&](auto count) {
-                    tile_of_unpacked<CODES, decltype(count)::value>(of_tile, g, end, panel, reinterpret_cast<const char*>(codes), at,
-                                                                    totals + rows.first);
-                });
-            }
-        }
+    const int64_t tiles = num_tiles(args.num_rows, MAX_SUM_ROWS), columns = fma_columns((args.num_rows + tiles - 1) / tiles);
+    for (int64_t at = 0; at < COLUMNS; at += columns)
         for (int64_t t = 0; t < tiles; ++t) {
             const TileRows rows = rows_of(t, tiles, args.num_rows);
-            finish<bf16>(args, rows.first, static_cast<int>(rows.count), column + at, static_cast<int>(UNPACKED_COLUMNS / LANES),
-                         [&](int r, int v) { return load(totals[rows.first + r] + v * LANES); });
+            const SumRows of_tile{x.row(rows.first), x.stride, x.num_groups};
+            prefetch_outputs<bf16>(args, rows, column + at);
+            with_constant<MAX_SUM_ROWS>(rows.count, [&](auto count) { tile<CODES, decltype(count)::value>(of_tile, panel, at, totals); });
+            finish<bf16>(args, rows.first, static_cast<int>(rows.count), column + at, static_cast<int>(columns / LANES),
+                         [&](int r, int v) { return load(totals[r] + v * LANES); });
         }
-    }
 }
 
 // `body` with the codes of weights of this kind.
@@ -342,7 +293,7 @@ void panels_by_sums(const Linear& args, int64_t first, int64_t end) {
         const int64_t bytes = x.num_groups * CODES::BYTES;
         for (int64_t p = first; p < end; ++p) {
             const char* panel = static_cast<const char*>(args.packed) + p * bytes;
-            args.num_rows > MAX_SUM_ROWS ? panel_of_many<CODES>(args, x, p * COLUMNS, panel) : panel_of_few<CODES>(args, x, p * COLUMNS, panel);
+            panel_of_sums<CODES>(args, x, p * COLUMNS, panel);
         }
     });
 }

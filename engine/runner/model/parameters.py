@@ -27,6 +27,7 @@ from disagg.engine.runner.group_scales import GroupScales
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.dispatch import PackedWeight, pack_experts, pack_router, pack_weight
 from disagg.kernels.experts import ExpertWeight
+from disagg.kernels.quantize import STORED
 from disagg.proto.errors import ConfigError
 
 Weight = Tensor | PackedWeight
@@ -216,15 +217,17 @@ def pack_parameters(
     parameters: ModelParameters, quantization: Quantization = "none", scales: GroupScales | None = None
 ) -> None:
     """Pack every linear weight in place, one after the other in the order of a step, so that only one is held twice.
-    With `stored`, a weight whose `scales` are given is packed in fewer bits, without a difference in what is computed.
+    With `stored` and `stored_sums`, a weight whose `scales` are given is packed in fewer bits.
 
     Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
 
     Raises:
         ConfigError: a weight that is to be quantized is not finite, or cannot be; or none is stored in 4 or 8 bits.
     """
-    if quantization == "stored" and (scales is None or scales.are_none):
-        raise ConfigError("quantization: stored, but the checkpoint has no linear weights in groups of 4 or 8 bits")
+    if quantization in STORED and (scales is None or scales.are_none):
+        raise ConfigError(
+            f"quantization: {quantization}, but the checkpoint has no linear weights in groups of 4 or 8 bits"
+        )
 
     try:
         for layer in parameters.layers:

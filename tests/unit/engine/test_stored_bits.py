@@ -136,7 +136,7 @@ def test_a_checkpoint_without_such_weights_is_refused(tmp_path: Path) -> None:
         make_runner(folder, dtype="bfloat16", quantization="stored")
 
 
-@pytest.mark.parametrize("name", ["stored", "int4"])
+@pytest.mark.parametrize("name", ["stored", "stored_sums", "int4"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -148,6 +148,24 @@ def test_a_checkpoint_without_such_weights_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^quantization: {name} {message}$"):
         make_runner(tmp_path, quantization=name, **changes)
+
+
+def test_sums_of_codes_are_other_bits_of_the_same_model(tmp_path: Path) -> None:
+    folder = rounded_checkpoint(tmp_path)
+    sums, plain = (make_runner(folder, dtype="bfloat16", quantization=name) for name in ("stored_sums", "none"))
+    assert {weight.kind for weight in packed(sums)} == {6}
+    assert sums.fingerprint != plain.fingerprint
+    assert sums.arithmetic == f"{plain.arithmetic}, sums of codes"
+    found, expected = (generate(runner, make_sequence(PROMPT, [3, 1, 4]), 5) for runner in (sums, plain))
+    assert not all(map(torch.equal, found, expected))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+def test_sums_of_codes_of_a_checkpoint_without_such_weights_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"^quantization: stored_sums, but the checkpoint has no linear weights"):
+        make_runner(folder, dtype="bfloat16", quantization="stored_sums")
 
 
 def test_int4_is_the_model_of_the_rounded_weights(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         (
             "model: {quantization: int5}",
             "model.quantization: 'int5' is not allowed, did you mean 'int8' or 'int4'?; "
-            "choose from: none, stored, int8, int4, fp8",
+            "choose from: none, stored, stored_sums, int8, int4, fp8",
         ),
         (
             "model: {quantization: int8, dtype: float32}",
