@@ -98,6 +98,10 @@ SCENARIOS: dict[str, tuple[WorkloadConfig, float, Habits, Shape]] = {
 
 
 SLOW = {
+    "prompts first",
+    "slack, unknown lengths",
+    "unknown lengths",
+    "elastic, long answers",
     "slack, tight",
     "slack, all alike",
     "slack, too much",
@@ -153,7 +157,12 @@ def test_shared_hashes_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["round robin", "colocated", "conversations", pytest.param("unknown lengths", marks=pytest.mark.slow)]
+    "name",
+    [
+        "round robin",
+        "conversations",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("colocated", "unknown lengths")),
+    ],
 )
 def test_exact_steps_that_are_taken_together_change_nothing(name: str) -> None:
     """Where placements do not depend on what workers report, all times are those of steps that are taken one by one."""

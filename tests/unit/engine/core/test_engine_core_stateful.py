@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -386,4 +387,12 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestCoreMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+
+
+class LongCoreMachine(CoreMachine):
+    """The same, for more runs."""
+
+
+TestLongCoreMachine = pytest.mark.slow(LongCoreMachine.TestCase)
+TestLongCoreMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

@@ -43,9 +43,10 @@ class Served(NamedTuple):
 
 
 def serve(scheduling: Scheduling, asked: list[Asked], budget: int = 256) -> list[Served]:
-    """What each of the requests sees, on one worker with room for all."""
+    """What each of the requests sees, on one worker with room for all and no more: each step looks at every block."""
     slack: Slack[Sequence] | None = Slack(CALIBRATION, None, 16) if scheduling == "slack" else None
-    scheduler = make_scheduler(4000, token_budget=budget, scheduling=scheduling, slack=slack, max_num_seqs=64)
+    num_blocks = 16 + sum(-(-(one.num_prompt + one.num_output) // 16) + 1 for one in asked)
+    scheduler = make_scheduler(num_blocks, token_budget=budget, scheduling=scheduling, slack=slack, max_num_seqs=64)
     coming = sorted(enumerate(asked), key=lambda each: each[1].arrival)
     first: dict[str, float] = {}
     last: dict[str, float] = {}

@@ -71,7 +71,7 @@ class Scenario:
         pair.d.run_alone(spec_of("warm", prompt_of(35, 500)))
         pair.offer(spec_of("a", prompt_of(30)))
         if self.moves:
-            key = pair.decode_on_p(spec_of("m", prompt_of(20, 700), max_tokens=150), 3)
+            key = pair.decode_on_p(spec_of("m", prompt_of(20, 700), max_tokens=70), 3)
             pair.sender.move(key, 1)
         else:
             pair.offer(spec_of("b", prompt_of(9, 300), max_tokens=2))

@@ -157,9 +157,13 @@ def test_random_orders_with_cancelled_moves_and_cancelled_requests(seed: int) ->
     pair.assert_nothing_is_held()
 
 
+LONGER_THAN_A_MOVE = 90
+"""Tokens of an answer that is not over before its move is."""
+
+
 def length_of_move() -> int:
     pair = WorkerPair()
-    decoding(pair)
+    decoding(pair, max_tokens=LONGER_THAN_A_MOVE)
     (key,) = pair.specs
     pair.sender.move(key, 1)
     turn = 0
@@ -176,7 +180,7 @@ def test_the_other_worker_is_lost_at_every_point(how: str) -> None:
     seen = set()
     for num_deliveries in range(length_of_move()):
         pair = WorkerPair()
-        key = decoding(pair)
+        key = decoding(pair, max_tokens=LONGER_THAN_A_MOVE)
         pair.sender.move(key, 1)
         pair.run_some(num_deliveries)
         if pair.sender.machine.closed:

@@ -123,4 +123,4 @@ class PairLife(RuleBasedStateMachine):
 
 
 TestPairLife = PairLife.TestCase
-TestPairLife.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestPairLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -66,7 +66,7 @@ PIECES: Final = [
     ),
     *('<tool_call>{"name": "f", "arguments": {"a": "', '"}}</tool_call>', "<tool_call>{}</tool_call>"),
 ]
-NUM_EXAMPLES: Final = int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "40"))
+NUM_EXAMPLES: Final = int(os.environ.get("DISAGG_FUZZ_EXAMPLES", "12"))
 CALL_OF: Final = '<tool_call>{"name": "f", "arguments": {"a": "%s"}}</tool_call>'
 
 

@@ -106,14 +106,14 @@ SECRET_RULES = (
 
 
 class TestEverySplit:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.text("abc ", max_size=40), st.integers(0, 1 << 30))
     def test_rules_release_the_same_text(self, text: str, seed: int) -> None:
         whole, reason = run(chain_of(*SECRET_RULES), [text] if text else [])
         pieces, its_reason = run(chain_of(*SECRET_RULES), cuts(text, seed))
         assert ("".join(pieces), its_reason) == ("".join(whole), reason)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.text("abc ", max_size=40), st.integers(0, 1 << 30), st.booleans())
     def test_two_guardrails_and_one_that_is_asked(self, text: str, seed: int, second_first: bool) -> None:
         def verdict(question: Question) -> Verdict:
@@ -132,7 +132,7 @@ class TestEverySplit:
         pieces, its_reason = run(made(), cuts(text, seed), verdict)
         assert ("".join(pieces), its_reason) == ("".join(whole), reason)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(st.text("abc ", max_size=5), max_size=12), st.integers(0, 1 << 30))
     def test_tokens_go_with_their_text(self, tokens: list[str], seed: int) -> None:
         """However tokens come in batches: the same tokens, each with the same text before it; and none of which a

@@ -366,7 +366,7 @@ def test_a_text_without_tokens_or_with_unknown_ones(limits: Limits, token_ids: l
     assert (caught.value.field, caught.value.code) == ("prompt.text", "invalid_value")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=st.data(), minted_seed=st.integers(0, 2**64 - 1))
 def test_any_input_is_refused_by_name_or_within_all_limits(
     model: ServedModel, limits: Limits, data: st.DataObject, minted_seed: int

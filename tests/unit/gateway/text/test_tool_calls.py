@@ -109,7 +109,7 @@ def test_text_that_cannot_be_a_call_comes_at_once() -> None:
     ["<tool_call>", "<tool_call", "<tool_call>{</tool_call>", '<tool_call>{"</tool_call>', "</tool_call><tool_call>{"],
 )
 def test_a_flood_of_tags_is_given_back_as_it_came(text: str) -> None:
-    flood = text * ((10 << 20) // len(text))
+    flood = text * ((2 << 20) // len(text))
     pieces = [flood[i : i + 4096] for i in range(0, len(flood), 4096)]
     assert parsed("hermes", pieces) == [flood]
 

@@ -6,6 +6,7 @@ What the real compiler makes of the kernels: test_attention_compiles.py; bf16: t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -72,9 +73,27 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+Shape = tuple[int, int, torch.dtype]
+
+
+def forms_of(shapes: dict[Shape, tuple[str, ...]]) -> list[Any]:
+    """Every form of every shape: dim, block size, dtype. Those that a shape does not name are slow."""
+    return [
+        pytest.param(*shape, name, id=f"{shape[0]}-{shape[1]}-{name}", marks=() if name in quick else pytest.mark.slow)
+        for shape, quick in shapes.items()
+        for name in FORMS
+    ]
+
+
 @pytest.mark.parametrize(
-    ("dim", "block_size", "dtype"), [(64, 16, torch.float32), (256, 64, torch.float16), (80, 48, torch.float16)]
+    ("dim", "block_size", "dtype", "name"),
+    forms_of(
+        {
+            (64, 16, torch.float32): ("window", "sinks"),
+            (256, 64, torch.float16): ("all",),
+            (80, 48, torch.float16): ("soft cap", "all"),
+        }
+    ),
 )
 def test_forms_of_decodes(dim: int, block_size: int, dtype: torch.dtype, name: str) -> None:
     """What is before a window is gone: its entries of the tables must not be read, and its slots hold no numbers."""
@@ -90,11 +109,20 @@ def test_forms_of_decodes(dim: int, block_size: int, dtype: torch.dtype, name: s
     assert_close(found, expected_decode(case, q))
 
 
-@pytest.mark.parametrize("num_programs", [1, 4, 40])
+PLAIN, WINDOW = AttentionForm(0.25), AttentionForm(0.25, window=500, sinks_N=torch.tensor([-1.0, 2.0]))
+
+
 @pytest.mark.parametrize(
-    "form",
-    [AttentionForm(0.25), AttentionForm(0.25, window=500, sinks_N=torch.tensor([-1.0, 2.0]))],
-    ids=["plain", "all"],
+    ("num_programs", "form"),
+    [
+        pytest.param(1, PLAIN, id="plain-1"),
+        pytest.param(4, WINDOW, id="all-4"),
+        pytest.param(40, PLAIN, id="plain-40"),
+        *(
+            pytest.param(number, form, id=f"{name}-{number}", marks=pytest.mark.slow)
+            for number, form, name in ((1, WINDOW, "all"), (4, PLAIN, "plain"), (40, WINDOW, "all"))
+        ),
+    ],
 )
 def test_decode_is_the_same_however_many_programs_share_the_contexts(num_programs: int, form: AttentionForm) -> None:
     """With 40 the long context is in 34 pieces, and 16 are joined at once; with 1 none is cut."""
@@ -144,9 +172,15 @@ def test_prefill(heads: tuple[int, int], dim: int, block_size: int, start: int, 
     assert_prefill(case, [(start, end - start)])
 
 
-@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(
-    ("dim", "block_size", "dtype"), [(64, 16, torch.float32), (256, 64, torch.float16), (64, 64, torch.float16)]
+    ("dim", "block_size", "dtype", "name"),
+    forms_of(
+        {
+            (64, 16, torch.float32): ("window",),
+            (256, 64, torch.float16): ("sinks", "all"),
+            (64, 64, torch.float16): ("soft cap", "all"),
+        }
+    ),
 )
 def test_forms_of_prompts(dim: int, block_size: int, dtype: torch.dtype, name: str) -> None:
     chunks = [(0, 1), (16, 1), (0, 130), (150, 33), (64, 64), (300, 3)]
@@ -173,15 +207,33 @@ def test_prompts_of_all_lengths_in_one_launch(
     assert_prefill(case, chunks)
 
 
+SPLIT = {
+    "a suffix": ([(600, 4)], 10),
+    "beside others": ([(0, 40), (640, 1), (639, 1), (3, 5)], 20),
+    "with a long diagonal": ([(560, 90)], 29),
+}
+SPLIT_SHAPES = {"fp32": ((2, 1), 16, torch.float32), "boxes": ((4, 1), 64, torch.float16)}
+SPLIT_QUICK = {
+    (None, "fp32", "a suffix"),
+    (None, "fp32", "beside others"),
+    (None, "boxes", "a suffix"),
+    (None, "boxes", "with a long diagonal"),
+    (300, "fp32", "a suffix"),
+    (300, "boxes", "beside others"),
+}
+
+
 @pytest.mark.parametrize(
-    ("chunks", "num_pieces"),
-    [([(600, 4)], 10), ([(0, 40), (640, 1), (639, 1), (3, 5)], 20), ([(560, 90)], 29)],
-    ids=["a suffix", "beside others", "with a long diagonal"],
+    ("window", "heads", "block_size", "dtype", "chunks", "num_pieces"),
+    [
+        pytest.param(
+            *(window, *SPLIT_SHAPES[shape], *SPLIT[name]),
+            id=f"{window}-{shape}-{name}",
+            marks=() if (window, shape, name) in SPLIT_QUICK else pytest.mark.slow,
+        )
+        for window, shape, name in itertools.product((None, 300), SPLIT_SHAPES, SPLIT)
+    ],
 )
-@pytest.mark.parametrize(
-    ("heads", "block_size", "dtype"), [((2, 1), 16, torch.float32), ((4, 1), 64, torch.float16)], ids=["fp32", "boxes"]
-)
-@pytest.mark.parametrize("window", [None, 300])
 def test_a_long_context_is_split(
     heads: tuple[int, int],
     block_size: int,

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -516,10 +517,24 @@ class MovingMachine(RouterMachine):
 
 
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestRouter.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 TestMoving = MovingMachine.TestCase
-TestMoving.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestMoving.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 TestPairsOnly = PairsOnlyMachine.TestCase
-TestPairsOnly.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestPairsOnly.settings = settings(max_examples=20, stateful_step_count=60, deadline=None)
 TestRandom = RandomMachine.TestCase
-TestRandom.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestRandom.settings = settings(max_examples=20, stateful_step_count=60, deadline=None)
+
+
+class LongRouterMachine(RouterMachine):
+    """The same, for more runs."""
+
+
+class LongMovingMachine(MovingMachine):
+    """The same, for more runs."""
+
+
+TestLongRouter = pytest.mark.slow(LongRouterMachine.TestCase)
+TestLongRouter.settings = settings(max_examples=240, stateful_step_count=60, deadline=None)
+TestLongMoving = pytest.mark.slow(LongMovingMachine.TestCase)
+TestLongMoving.settings = settings(max_examples=240, stateful_step_count=60, deadline=None)

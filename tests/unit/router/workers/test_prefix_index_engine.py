@@ -93,4 +93,4 @@ def chain_of(prompt: PackedTokenIds, num_output_tokens: int, windows: tuple[int,
 
 
 TestReports = ReportingMachine.TestCase
-TestReports.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestReports.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

@@ -150,4 +150,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

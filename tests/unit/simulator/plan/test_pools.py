@@ -223,10 +223,11 @@ def test_pools_that_are_overloaded_serve_every_request_in_the_end() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        load(rate=20.0, kind=Lengths(1024, 64)),
-        load(rate=6.0, ttft_ms=1500.0, tpot_ms=12.0, kind=Lengths(6000, 64)),
+        pytest.param(load(rate=20.0, kind=Lengths(1024, 64)), id="short"),
+        pytest.param(
+            load(rate=6.0, ttft_ms=1500.0, tpot_ms=12.0, kind=Lengths(6000, 64)), id="long", marks=pytest.mark.slow
+        ),
     ],
-    ids=["short", "long"],
 )
 def test_the_choice_is_within_three_percent_of_the_best_of_a_grid(asked: Load) -> None:
     planner = Planner(site(max_devices=4), asked)
