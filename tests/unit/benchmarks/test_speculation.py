@@ -302,12 +302,11 @@ def made(count: int, num_tokens: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 9])
-def test_the_rig_decodes_every_request(batch: int) -> None:
+def test_the_rig_decodes_every_request() -> None:
     rig = Rig(CONFIG)
     core = make_cores(rig.runner, CONFIG, rig.calibration, ())[OFF]
     asked = made(7, num_tokens=6)
-    for _ in range(2):  # a core may be used again
+    for batch in (1, 3, 9, 1):  # a core may be used again
         decoded = rig.run(core, rig.prefill(asked), batch)
         expected = [fake_generate(list(request.prompt), 6) for request in asked]
         assert [answer.token_ids for answer in decoded.answers] == expected

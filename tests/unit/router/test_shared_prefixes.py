@@ -38,9 +38,16 @@ def run(policy: PolicyName, rate: float, **settings: object) -> ToyCluster:
     return cluster
 
 
-@pytest.mark.parametrize("rate", [8.0, 40.0])
-@pytest.mark.parametrize("local_prefill", ["auto", "never"])
-def test_joint_computes_at_most_half_of_what_round_robin_does(rate: float, local_prefill: str) -> None:
+@pytest.mark.parametrize(
+    ("local_prefill", "rate"),
+    [
+        ("auto", 8.0),
+        ("never", 40.0),
+        pytest.param("auto", 40.0, marks=pytest.mark.slow),
+        pytest.param("never", 8.0, marks=pytest.mark.slow),
+    ],
+)
+def test_joint_computes_at_most_half_of_what_round_robin_does(local_prefill: str, rate: float) -> None:
     """Local prefill counts too. At the higher rate the prefill workers are always busy with round robin."""
     joint = run("joint", rate, local_prefill=local_prefill)
     round_robin = run("round_robin", rate, local_prefill=local_prefill)

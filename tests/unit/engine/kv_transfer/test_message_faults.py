@@ -3,6 +3,7 @@ which all kinds occur. Each attempt is answered exactly or fails on both sides, 
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -26,17 +27,26 @@ def test_every_kind_of_message_occurs() -> None:
     assert kinds == set(MESSAGES) - {"CloseWhenIdle"}  # which is for the link around a sender
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_one_fault_at_each_message(action: str) -> None:
+@pytest.mark.parametrize(
+    ("action", "stride"),
+    [
+        ("drop", 1),
+        ("resize", 1),
+        *((action, 2) for action in ("duplicate", "reorder", "stale")),
+        *(pytest.param(action, 1, marks=pytest.mark.slow) for action in ("duplicate", "reorder", "stale")),
+    ],
+)
+def test_one_fault_at_each_message(action: str, stride: int) -> None:
+    """In continuous integration three of the actions are tried on each second message."""
     num_runs = 0
     outcomes = set()
-    for scenario, fault in faults(action):
+    for scenario, fault in itertools.islice(faults(action), None, None, stride):
         pair = scenario.play(fault.tampers)
         if fault.num_done:
             assert_exact_or_failed(scenario, pair)
             outcomes.add(tuple(pair.outcome(key) for key in pair.specs))
             num_runs += 1
-    assert num_runs >= (30 if action == "resize" else 100)
+    assert num_runs >= (30 if action == "resize" else 100 // stride)
     assert ("handed_over",) * 3 in outcomes or action == "resize"
     assert any("failed" in each for each in outcomes)
 
