@@ -175,7 +175,7 @@ def test_a_stage_without_layers_of_a_group_is_told_nothing_of_it() -> None:
         move(pair, [(range(0, 8), 0), (range(0, 8), 1)])
         assert_arrived(pair, range(0, 8))
         for end, kind in ((pair.p, SendPart), (pair.d, ReceivePart), (pair.d, ScatterPart)):
-            told = [(rank, command.group) for rank, command in end.played.asked if isinstance(command, kind)]  # type: ignore[attr-defined]
+            told = [(rank, command.group) for rank, command in end.played.asked if isinstance(command, kind)]
             assert told == [(1, 0), (2, 1)]
         assert [len(shifts) for shifts in pair.d.ranks[2]._shifts_H1] == [0, 1]
 
