@@ -232,6 +232,12 @@ def runners(group: FakeGroup) -> list[FakeModelRunner]:
     return [local, *(rank.runner for rank in group.ranks)]
 
 
+def wait_for_steps(group: FakeGroup) -> None:
+    """A copy is answered behind the steps before it, on every rank."""
+    buffer = group.runner.new_staging(1024)
+    group.runner.gather(TABLE, 0, 1, buffer, group.runner.shape)
+
+
 MODEL: dict[str, Any] = {"num_layers": LAYERS, "windows": [(WINDOW, 10)]}
 
 
@@ -248,6 +254,7 @@ def test_the_kv_of_one_group_goes_on_in_another(p: tuple[int, int], d: tuple[int
     ):
         source.runner.run(StepPlan(prefills=(entry(0, length, samples=True),)))
         computed.runner.run(StepPlan(prefills=(entry(0, length, samples=True),)))
+        wait_for_steps(computed)
         plan = plan_pair(source.runner.layout, source.runner.shape, target.runner.shape)
         for number, moved in enumerate(plan.groups):
             table, nbytes = (TABLE, WINDOW_TABLE)[number], moved.token_bytes * length
@@ -268,6 +275,7 @@ def test_another_layer_in_place_of_one_shows() -> None:
     """Layers differ by a shift: a stage that reads back another one's KV samples another token."""
     with fake_group(1, 1, pp=2, num_layers=2) as group:
         group.runner.run(StepPlan(prefills=(entry(0, len(PROMPT), samples=True),)))
+        wait_for_steps(group)
         first, second = runners(group)
         assert next_token(first) == next_token(second) == fake_generate(PROMPT, 1, VOCAB_SIZE)
         first._pages_2HNB[...] = second._pages_2HNB
