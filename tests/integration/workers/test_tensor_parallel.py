@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typing_extensions import override
 
 from disagg.client import AsyncClient
 from disagg.cluster.config.cluster_config import ClusterConfig, parse_config
@@ -50,13 +51,24 @@ class Pair(NamedTuple):
     prefill: int
     decode: int
     kind: str
+    stages: tuple[int, int] = (1, 1)
+    """Stages of either."""
+
+    @override
+    def __str__(self) -> str:
+        return "-to-".join(f"{stages}x{tp}" for stages, tp in zip(self.stages, self[:2], strict=True))
 
 
 WIDE, NARROW = "llama_odd_vocab", "qwen3"
 """8 query and 4 KV heads, and a vocabulary that no number of ranks divides; 4 query and 2 KV heads, which is fewer than
 some workers have ranks."""
 BYTES_PER_TOKEN = {WIDE: 3 * 2 * 4 * 8 * 4, NARROW: 3 * 2 * 2 * 32 * 4}
-PAIRS = [Pair(1, 2, WIDE), Pair(2, 1, NARROW), pytest.param(Pair(2, 2, WIDE), marks=pytest.mark.slow)]
+PAIRS = [
+    Pair(1, 2, WIDE),
+    Pair(2, 1, NARROW),
+    Pair(1, 1, NARROW, (2, 3)),
+    pytest.param(Pair(2, 2, WIDE), marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,10 @@ def cluster_config(folder: Path, pair: Pair) -> ClusterConfig:
             "model": {"path": str(folder), "dtype": "float32", "max_model_len": 1024},
             "gateway": {"port": 0},
             "placement": {"local_prefill": "never"},
-            "pools": {"prefill": {**pool, "tp": pair.prefill}, "decode": {**pool, "tp": pair.decode}},
+            "pools": {
+                "prefill": {**pool, "tp": pair.prefill, "pp": pair.stages[0]},
+                "decode": {**pool, "tp": pair.decode, "pp": pair.stages[1]},
+            },
             "transfer": {"chunk_bytes": 40 * token_bytes, "staging_bytes": 120 * token_bytes},
         }
     )
@@ -87,7 +102,8 @@ def running(config: ClusterConfig) -> Iterator[ProcessCluster]:
         for info, planned in zip(cluster.workers, cluster.plan.workers, strict=True):
             assert (info.worker_id, info.tp) == (planned.worker_id, planned.tp)
             pids = [info.pid, *children_of(info.pid)]
-            cores = [set(rank_cores(planned.cores, Shard(rank, planned.tp))) for rank in range(planned.tp)]
+            shards = [Shard.of_number(rank, planned.tp, planned.pp) for rank in range(planned.num_ranks)]
+            cores = [set(rank_cores(planned.cores, shard)) for shard in shards]
             assert [os.sched_getaffinity(pid) for pid in pids] == cores
             ranks += [ProcessRef.of(pid) for pid in pids]
         yield cluster
@@ -122,7 +138,7 @@ async def check_answers(folder: Path, pair: Pair) -> None:
         await wait_until_workers_idle(cluster.workers, cluster.secret)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.prefill}-to-{pair.decode}")
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 async def test_answers_are_those_of_transformers(folders: dict[str, Path], pair: Pair) -> None:
     await check_answers(folders[pair.kind], pair)
 
