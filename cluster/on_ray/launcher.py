@@ -212,7 +212,7 @@ class RayLauncher(Launcher):
         try:
             group = self._groups[name] = ray.util.placement_group(
                 stage_bundles(share, settings.num_ranks, num_stages),
-                strategy="PACK",
+                strategy="PACK" if num_stages > 1 else "STRICT_PACK",
                 name=actor_name(name),
                 lifetime="detached",
                 bundle_label_selector=[labels] * num_stages if labels else None,
