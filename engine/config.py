@@ -396,9 +396,9 @@ def check_quantization(
 
     Raises:
         ConfigError: KV in fp8 on another device than a GPU, whose kernels alone read it, or in int8 on another than a
-            CPU. Weights with another dtype
-            than bfloat16, `stored`, `stored_sums`, int8 or int4 on another device than a CPU, fp8 on another than a GPU, or with
-            several ranks: the scale of a row whose inputs they share would not be the whole row's.
+            CPU. Weights with another dtype than bfloat16, `stored`, `stored_sums`, int8 or int4 on another device than
+            a CPU, fp8 on another than a GPU, or with several ranks: the scale of a row whose inputs they share would
+            not be the whole row's.
     """
     kind = device.partition(":")[0]
     wanted = {"fp8": "cuda", "int8": "cpu"}.get(kv_cache_dtype, kind)

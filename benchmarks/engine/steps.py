@@ -46,7 +46,13 @@ from tests.support.reports import positive, print_table, report, write_json
 BATCHES = [1, 2, 4, 6, 8, 16, 32]
 SHARED_BATCHES = (1, 8, 32)
 """Those that are compared with llama.cpp, and stand in the summary."""
-WEIGHT_BYTES: Mapping[Quantization, float] = {"none": 2.0, "stored": 0.625, "stored_sums": 0.625, "int8": 1.0, "int4": 0.625}
+WEIGHT_BYTES: Mapping[Quantization, float] = {
+    "none": 2.0,
+    "stored": 0.625,
+    "stored_sums": 0.625,
+    "int8": 1.0,
+    "int4": 0.625,
+}
 SHORT: Mapping[str, str] = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "armv8-a": "neon"}
 """Levels that `--levels` measures -> what the summary calls them."""
 PeerKey = tuple[str, bool]

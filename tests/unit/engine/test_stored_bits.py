@@ -158,8 +158,7 @@ def test_sums_of_codes_are_other_bits_of_the_same_model(tmp_path: Path) -> None:
     assert sums.arithmetic == f"{plain.arithmetic}, sums of codes"
     found, expected = (generate(runner, make_sequence(PROMPT, [3, 1, 4]), 5) for runner in (sums, plain))
     assert not all(map(torch.equal, found, expected))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    assert (found[0] - expected[0]).norm() < 0.03 * expected[0].norm()
 
 
 def test_sums_of_codes_of_a_checkpoint_without_such_weights_are_refused(tmp_path: Path) -> None:

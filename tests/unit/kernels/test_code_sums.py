@@ -28,7 +28,8 @@ def arithmetic(products: NativeLinear) -> str:
 
 def test_a_product_is_scaled_by_group() -> None:
     code_OI = torch.tensor([[1, 2] + [0] * 30 + [3] + [0] * 31]).byte()
-    weight = CodedWeight(code_OI, Groups(torch.tensor([[0.5, 2.0]]).half(), torch.tensor([[1.0, -1.0]]).half(), "minimum"))
+    scale, minimum = torch.tensor([[0.5, 2.0]]).half(), torch.tensor([[1.0, -1.0]]).half()
+    weight = CodedWeight(code_OI, Groups(scale, minimum, "minimum"))
     x = torch.zeros(1, 64).bfloat16()
     x[0, 0], x[0, 1], x[0, 31], x[0, 32] = 3.0, 4.0, 5.0, 7.0
     expected = 0.5 * (3 + 8) + 1.0 * (3 + 4 + 5) + 2.0 * (3 * 7) - 1.0 * 7
@@ -41,7 +42,8 @@ def test_products_have_the_bits_of_the_reference(
     products: NativeLinear, offset: Offset, in_features: int, out_features: int
 ) -> None:
     weight = coded(offset, out_features, in_features)
-    codes, x, bias = packed(products, weight), numbers(5, 33, in_features).bfloat16(), numbers(3, out_features).bfloat16()
+    codes, x = packed(products, weight), numbers(5, 33, in_features).bfloat16()
+    bias = numbers(3, out_features).bfloat16()
     exact = linear_by_sums(x, weight, is_fused=arithmetic(products) != "multiply-add")
     for rows in (0, *ROWS):
         found = codes.gemm(x[:rows], None)
