@@ -59,13 +59,11 @@ def record(
     return trace(events)
 
 
-def recordings(
-    monkeypatch: pytest.MonkeyPatch, sharing: Sharing | None, rates_per_s: tuple[float, ...] = (1.0, 2.0)
-) -> list[Trace]:
+def recordings(monkeypatch: pytest.MonkeyPatch, sharing: Sharing | None) -> list[Trace]:
     return [
         record(monkeypatch, rate_per_s, sharing, pools)
         for pools in ({"prefill": 1, "decode": 1}, {"colocated": 2})
-        for rate_per_s in rates_per_s
+        for rate_per_s in (1.0, 2.0)
     ]
 
 
@@ -87,7 +85,7 @@ def test_steps_sharing_and_overheads_are_found_again(monkeypatch: pytest.MonkeyP
 
 
 def test_workers_with_machines_of_their_own_take_nothing_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples, sharing, overheads, _ = calibrate(recordings(monkeypatch, None, (2.0,)), is_one_machine=False)
+    samples, sharing, overheads, _ = calibrate(recordings(monkeypatch, None), is_one_machine=False)
     assert sharing is None
     assert overheads.step_s == pytest.approx(OVERHEADS.step_s, rel=0.05)
     for sample in samples:
