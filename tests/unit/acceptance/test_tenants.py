@@ -49,7 +49,7 @@ def test_a_flood_costs_its_neighbour_at_most_two_points() -> None:
 
 def test_neither_do_many_long_answers_which_would_cost_much_without_turns() -> None:
     """They are in the way later than other floods."""
-    name, seconds = "n = 16", 10.0
+    name, seconds = "n = 16", 15.0
     beside, without_turns = (
         neighbour_row(name, FLOODS[name], seconds, one_tenant=one_tenant) for one_tenant in (False, True)
     )
