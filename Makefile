@@ -65,7 +65,7 @@ test: test-unit test-integration ## unit and integration tests (ARGS that match 
 test-unit test-integration: export OMP_NUM_THREADS = 1
 test-unit test-integration: export TOKENIZERS_PARALLELISM = false
 test-unit: $(STAMP) ## tests that touch nothing outside their process
-	@echo "Testing units (about four minutes on two cores)"
+	@echo "Testing units (about five minutes on two cores)"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests/unit $(ARGS) || [ $$? -eq 5 ]
 
 test-integration: model ## tests that start real processes
