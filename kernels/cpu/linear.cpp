@@ -5,8 +5,8 @@
 //   bf16          products of matrices of bf16 (Arm's BFMMLA)      bfmmla.h    sums of four inputs at a time
 //   any           fp32 multiply-adds                               fma.h       one input after the other
 //
-// Weights are bf16, codes in groups that stand for bf16 numbers and are multiplied as those (groups.h, codes.cpp), int8 with a scale for each
-// column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
+// Weights are bf16, codes in groups that stand for bf16 numbers and are multiplied as those (groups.h, codes.cpp) or as sums of codes
+// (sums.cpp), int8 with a scale for each column, or fp32. Up to a tile of rows read a panel once, in order; more rows are
 // several tiles on each panel. Each output is one chain of fp32 sums along K, in the order that its way has: a row's result does
 // not depend on the rows beside it, and is the same on all processors that take the same way.
 // Threads take panels. Rows that would share few cache sets are copied further apart first. Strides in elements, rows of x and of
