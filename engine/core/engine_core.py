@@ -146,6 +146,8 @@ class EngineCore:
         if config.scheduling == "slack":
             self._slack = Slack(calibration, config.max_itl_ms, runner.block_size, runner.expert_share)
         model = StepModel(calibration, runner.expert_share) if self._slack is None else self._slack.model
+        # A decode worker holds no prompt that ends with its first token, so it queues no step of prompts.
+        num_steps = num_prompt_steps(runner) if "prefill" in config.roles else 1
         self._model = model
         self._limit = StepLimit(
             model,
@@ -154,7 +156,7 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             num_kv_tokens=num_blocks * runner.block_size,
             block_size=runner.block_size,
-            is_even=num_prompt_steps(runner) > 1,
+            is_even=num_steps > 1,
         )
         self._scheduler = Scheduler(
             self._blocks,
@@ -169,7 +171,7 @@ class EngineCore:
             slack=self._slack,
             limit=self._limit,
             speculation=_speculation_of(config, runner.proposer, calibration),
-            windows=_windows_of(runner, config, self._pools),
+            windows=_windows_of(runner, config, self._pools, num_steps),
             whole_prompts=runner.whole_prompts,
         )
         self._token_budget = config.token_budget
@@ -928,13 +930,15 @@ def _order_none(adapter: Adapter, slot: int) -> None:
     raise InternalError(f"nothing reads adapter {adapter.name}")
 
 
-def _windows_of(runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks]) -> list[WindowGroup]:
-    """The cache groups beside the first one."""
+def _windows_of(
+    runner: ModelRunner, config: WorkerConfig, pools: Seq[CachedBlocks], num_steps: int
+) -> list[WindowGroup]:
+    """The cache groups beside the first one, of a worker that has at most `num_steps` steps under way together."""
     sizes, groups = runner.window_blocks, runner.layout.groups[1:]
     windows = []
     for number, (group, size, cached) in enumerate(zip(groups, sizes, pools, strict=True), start=1):
         blocks = BlockManager(size, runner.block_size, config.watermark_blocks(size), cached, announces=False)
-        windows.append(WindowGroup(number, group, blocks, num_prompt_steps(runner) * config.token_budget))
+        windows.append(WindowGroup(number, group, blocks, num_steps * config.token_budget))
     return windows
 
 

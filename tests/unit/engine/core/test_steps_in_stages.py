@@ -56,10 +56,11 @@ NO_CONTEXT_COST = [StepSample(1.0 + n, n, n * start + n * (n + 1) // 2) for n in
 
 
 def staged(num_stages: int = 4, num_blocks: int = 400, **options: Any) -> tuple[EngineCore, StagedRunner]:
-    """A prefill worker of stages that take a second for each step, and its runner."""
-    core_options = {name: options.pop(name) for name in ("tail_tokens", "scheduling") if name in options}
+    """A worker of stages that take a second for each step, by default a prefill worker, and its runner."""
+    names = ("tail_tokens", "scheduling", "roles")
+    core_options = {"roles": ("prefill",)} | {name: options.pop(name) for name in names if name in options}
     runner = StagedRunner(num_stages, num_blocks, **options)
-    core = make_core(runner=runner, roles=("prefill",), token_budget=CHUNK, calibration=NO_CONTEXT_COST, **core_options)
+    core = make_core(runner=runner, token_budget=CHUNK, calibration=NO_CONTEXT_COST, **core_options)
     return core, runner
 
 
@@ -229,6 +230,12 @@ class TestOrder:
         assert_idle(core)
         with pytest.raises(ValueError, match="the pool of the window of 20 tokens has 23 blocks"):
             staged(windows=((20, 3 + 5 * CHUNK // 16),))
+
+    def test_windows_of_a_decode_worker_keep_room_for_one_step(self) -> None:
+        pool = 4 + CHUNK // 16
+        assert staged(windows=((20, pool),), roles=("decode",))[0].is_idle
+        with pytest.raises(ValueError, match=f"the pool of the window of 20 tokens has {pool - 1} blocks"):
+            staged(windows=((20, pool - 1),), roles=("decode",))
 
 
 class TestTimes:
