@@ -25,6 +25,7 @@ from disagg.engine.config import (
     check_speculation,
     check_transfer,
 )
+from disagg.engine.sharding.kv_routes import MAX_RANKS
 from disagg.gateway.config import serves_page
 from disagg.gateway.guardrails.config import check_guardrails
 from disagg.proto.adapters import MAX_ADAPTERS, name_problem, path_problem
@@ -261,14 +262,15 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
         raise ConfigError(f"{path}.device: expected cpu, cuda or cuda:<index>; got {pool.device!r}")
     if pool.tokens_per_block % HASH_BLOCK_TOKENS:
         raise ConfigError(f"{path}.block_size: {pool.block_size} is not a multiple of {HASH_BLOCK_TOKENS}")
+    num_ranks, key = pool.num_ranks, "tp" if pool.pp == 1 else "pp"
+    if num_ranks > MAX_RANKS:
+        raise ConfigError(f"{path}.{key}: a worker has at most {MAX_RANKS} ranks; got {num_ranks}")
     if isinstance(pool.cores, tuple):
         if len(set(pool.cores)) != len(pool.cores) or not pool.cores:
             raise ConfigError(
                 f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
             )
-        num_ranks = pool.num_ranks
         if num_ranks > len(pool.cores):
-            key = "tp" if pool.pp == 1 else "pp"
             raise ConfigError(f"{path}.{key}: {num_ranks} ranks do not fit on {len(pool.cores)} cores")
         if pool.num_threads != "auto" and pool.num_threads * num_ranks > len(pool.cores):
             of_ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""

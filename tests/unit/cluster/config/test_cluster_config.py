@@ -190,6 +190,8 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
             "pools.decode.speculation.method: draft is for workers of one rank, not of 2",
         ),
         ("pools: {prefill: {pp: 0}}", "pools.prefill.pp: expected int >= 1; got 0"),
+        ("pools: {prefill: {tp: 65}}", "pools.prefill.tp: a worker has at most 64 ranks; got 65"),
+        ("pools: {decode: {tp: 2, pp: 33}}", "pools.decode.pp: a worker has at most 64 ranks; got 66"),
         ("pools: {decode: {cores: [1, 2, 3], tp: 2, pp: 2}}", "pools.decode.pp: 4 ranks do not fit on 3 cores"),
         (
             "pools: {decode: {cores: [1, 2, 3], pp: 2, num_threads: 2}}",
