@@ -116,6 +116,6 @@ def node_kinds(cluster_file: Any) -> list[NodeKind] | None:
         if not resources:
             return None
         is_head = name == cluster_file.get("head_node_type")
-        count = int(is_head) or kind.get("max_workers", cluster_file.get("max_workers", 0))
-        kinds.append(NodeKind(resources, kind.get("labels", {}), count))
+        most_others = kind.get("max_workers", 0 if is_head else cluster_file.get("max_workers", 0))
+        kinds.append(NodeKind(resources, kind.get("labels", {}), int(is_head) + most_others))
     return kinds or None

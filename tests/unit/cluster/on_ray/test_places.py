@@ -68,6 +68,14 @@ def test_kinds_of_nodes_are_those_of_the_cluster_file() -> None:
     assert node_kinds({}) is None
 
 
+def test_there_may_be_more_nodes_of_the_heads_kind() -> None:
+    resources: dict[str, Any] = {"resources": {"GPU": 4}}
+    types = {"head": resources | {"max_workers": 3}, "worker": resources}
+    kinds = node_kinds({"available_node_types": types, "head_node_type": "head", "max_workers": 5})
+    assert kinds is not None
+    assert [kind.count for kind in kinds] == [4, 5]
+
+
 def test_the_autoscaler_of_this_cluster_is_found_by_its_address() -> None:
     monitor = ["python", "-u", "/ray/autoscaler/_private/monitor.py", "--gcs-address=10.0.0.1:6379"]
     others = [["bash"], [*monitor[:-1], "--gcs-address=10.0.0.1:6380", "--autoscaling-config=/other"]]
