@@ -6,7 +6,8 @@ disaggregated or colocated.
 
 A judge is the simulator (judge.py), or the estimate itself. It is asked for a few dozen candidates: first the
 estimate's best of each kind; then, from those that serve the load, ones with a worker less, until none does; from
-those that do not, ones with a worker more.
+those that do not, ones with a worker more. Kinds with more stages than memory needs come last, with a number of their
+own (`STAGED_SHARE`), so that the answer is never worse than without them.
 
 Workers that decode have as few stages as the model's memory needs: a token passes all stages, one after the other.
 Prefill workers are tried with more stages (`NUM_STAGED`), each with the token budget that suits it best. Whether the
@@ -38,6 +39,8 @@ USUAL_BATCH = 32
 """Sequences of the decode step by which it is decided whether ranks have whole experts."""
 NUM_FIRST = 6
 """Least number of kinds of pools that are judged."""
+STAGED_SHARE = 0.4
+"""Most candidates with more stages than memory needs that are judged, as a share of the others."""
 MAX_SEQS = 256
 MARGIN_P = 2
 """Number of prefill workers, beyond the least that serve, that are tried with fewer decode workers."""
@@ -311,6 +314,10 @@ class Planner:
             site.link,
         )
 
+    def has_more_stages(self, candidate: Candidate) -> bool:
+        """Whether the prefill workers have more stages than memory needs."""
+        return candidate.prefill is not None and candidate.prefill.pp > self.decoders[0].pp
+
     def price(self, candidate: Candidate) -> float:
         """Price of a candidate's devices per hour."""
         return candidate.num_devices * self.site.price_per_hour
@@ -459,15 +466,23 @@ class _Search:
         self._found: dict[Candidate, Judged] = {}
 
     def run(self, shortlist: Sequence[Candidate]) -> Answer:
-        """Search from the best candidates of the shortlist."""
-        first = shortlist[:NUM_FIRST]
+        """Search from the best candidates of the shortlist: first those without more stages than memory needs, then
+        those with."""
+        plain = [each for each in shortlist if not self.planner.has_more_stages(each)]
+        staged = [each for each in shortlist if self.planner.has_more_stages(each)] if plain else []
+        first = (plain or shortlist)[:NUM_FIRST]
         for mode in (True, False):  # at least one of each mode, so that they can be compared
             if not any(each.is_disaggregated == mode for each in first):
-                first = [*first, *[each for each in shortlist if each.is_disaggregated == mode][:1]]
+                first = [*first, *[each for each in plain if each.is_disaggregated == mode][:1]]
         for candidate in first:
             self._ask(candidate)
         while not self._is_full:
             todo = self._next()
+            if todo is None:
+                break
+            self._ask(todo)
+        for _ in range(int(STAGED_SHARE * len(self._found))):
+            todo = self._next_staged(staged)
             if todo is None:
                 break
             self._ask(todo)
@@ -494,6 +509,24 @@ class _Search:
             if new:
                 return min(new, key=self.planner._order)
         return None
+
+    def _next_staged(self, staged: Sequence[Candidate]) -> Candidate | None:
+        """The most promising candidate with more stages that was not judged yet and may be better than the best: of the
+        shortlist, or near one that was judged."""
+        best = min(self._found.values(), key=self.planner.rank)
+        found = [each for each in staged if self._may_beat(each, best)]
+        for judged in self._found.values():
+            if self.planner.has_more_stages(judged.candidate):
+                found.extend(self._around(judged, best))
+        new = [each for each in found if each not in self._found]
+        return min(new, key=self.planner._order) if new else None
+
+    def _may_beat(self, candidate: Candidate, best: Judged) -> bool:
+        """Whether a candidate can be better than the best: at the same price only by its attainment, to a percent."""
+        price = self.planner.price(candidate)
+        if not self.planner.is_met(best.judgement) or price < best.price_per_hour:
+            return True
+        return price == best.price_per_hour and round(best.judgement.attainment, 2) < 1.0
 
     def _around(self, judged: Judged, best: Judged) -> Iterator[Candidate]:
         """Candidates that may be better than the best: with one worker less where the limits are met, else with one

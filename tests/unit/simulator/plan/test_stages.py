@@ -22,7 +22,7 @@ from disagg.simulator.durations.stages import StagedStepTimes
 from disagg.simulator.plan.judge import SimulatedJudge, steady_requests
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import expert_choices, stage_counts, weight_bytes, worker_memory
-from disagg.simulator.plan.pools import NUM_STAGED, Candidate, Planner, Pool, Site
+from disagg.simulator.plan.pools import NUM_STAGED, STAGED_SHARE, Answer, Candidate, Judgement, Planner, Pool, Site
 from disagg.simulator.plan.reasons import reasons
 from disagg.step_times.interface import LinkTimes, StepTimes
 
@@ -91,6 +91,8 @@ def test_groups_of_windows_have_the_blocks_of_the_tightest_stage() -> None:
     one, two = (worker_memory(windows, H100, limits=LIMITS, pp=pp) for pp in (1, 2))
     assert [group.window for group in two.groups] == [0, 512]
     assert two.kv_tokens > 2 * one.kv_tokens
+    # Of two stages three steps of 2048 tokens are under way.
+    assert [memory.groups[1].step_blocks for memory in (one, two)] == [128, 384]
     # All layers without a window on the second stage.
     uneven = worker_memory(replace(windows, windows=(512,) * 16 + (0,) * 16), H100, limits=LIMITS, pp=2)
     assert uneven.kv_tokens < two.kv_tokens
@@ -143,6 +145,69 @@ def test_stages_serve_as_many_prompts_as_devices_of_their_own_and_each_one_soone
     assert staged is not None
     assert single is not None
     assert staged[2] == pytest.approx(single[2], rel=0.2)
+
+
+# ---------------------------------------------------------------- places among what is judged
+
+
+class Strict:
+    """A judge that goes by the estimate, and by which pools with and without stages attain less than that."""
+
+    def __init__(self, planner: Planner, *, plain: float = 1.0, staged: float = 1.0) -> None:
+        self.planner, self.plain, self.staged = planner, plain, staged
+        self.asked: list[Candidate] = []
+
+    def __call__(self, candidate: Candidate) -> Judgement:
+        self.asked.append(candidate)
+        share = self.staged if candidate.num_stages > 1 else self.plain
+        judged = self.planner._as_judgement(candidate)
+        return replace(judged, attainment=share * judged.attainment)
+
+
+def judged(pps: tuple[int, ...], max_judged: int = 12, **shares: float) -> tuple[Strict, Answer]:
+    """The plan of a load for which stages save devices by the estimate."""
+    found = planner(LLAMA_70B, pps=pps, ttft_ms=2000.0, tpot_ms=40.0, rate=4.0, lengths=Lengths(4000, 300))
+    judge = Strict(found, **shares)
+    return judge, found.best(judge, max_judged)
+
+
+@pytest.mark.parametrize("max_judged", [1, 3, 12])
+@pytest.mark.parametrize("shares", [{}, {"plain": 0.92}, {"plain": 0.85}, {"staged": 0.85}])
+def test_kinds_with_more_stages_are_judged_behind_all_others(max_judged: int, shares: dict[str, float]) -> None:
+    """So that no plan is worse than with one stage, and none takes much longer."""
+    (one, plain), (several, answer) = (judged(pps, max_judged, **shares) for pps in ((1,), (1, 2, 4)))
+    assert several.asked[: len(one.asked)] == one.asked
+    more = several.asked[len(one.asked) :]
+    assert all(candidate.num_stages > 1 for candidate in more)
+    assert len(more) <= STAGED_SHARE * len(one.asked)
+    rank = several.planner.rank
+    assert rank(answer.best) <= rank(plain.best)
+
+
+def test_stages_that_save_devices_are_found() -> None:
+    """Eight devices in place of twelve."""
+    (_, plain), (several, answer) = (judged(pps) for pps in ((1,), (1, 2, 4)))
+    assert str(plain.best.candidate) == "3x4 colocated, 512-token steps"
+    assert str(answer.best.candidate) == "1x(pp 4) prefill + 1x4 decode"
+    assert several.asked[-1] == answer.best.candidate
+
+
+def test_the_search_goes_on_from_pools_with_more_stages_that_miss_the_limits() -> None:
+    """No other pools meet the limits. A worker more is tried."""
+    judge, answer = judged((1, 2, 4), plain=0.5, staged=0.91)
+    staged = [str(each) for each in judge.asked if each.num_stages > 1]
+    assert staged[:2] == ["1x(pp 4) prefill + 1x4 decode", "2x(pp 4) prefill + 1x4 decode"]
+    assert str(answer.best.candidate) == staged[1]
+
+
+def test_what_can_be_no_better_is_not_judged() -> None:
+    """On an H100 stages need as many devices, and all requests meet their limits without."""
+    found = planner()
+    judge = Strict(found)
+    answer = found.best(judge, 12)
+    assert answer.best.candidate.num_stages == 1
+    staged = [each for each in judge.asked if each.num_stages > 1]
+    assert all(found.price(each) <= answer.best.price_per_hour for each in staged)
 
 
 # ---------------------------------------------------------------- whole experts
@@ -216,6 +281,8 @@ def test_the_simulator_judges_stages() -> None:
     found = planner(rate=10.0, lengths=Lengths(6000, 20))
     arrivals = ArrivalConfig(kind="poisson", rate_per_s=10.0, num_requests=40)
     judge = SimulatedJudge(found, outline(RandomWorkload(isl=6000, osl=20), arrivals, max_model_len=8192))
-    staged, single = (judge(Candidate(pool, Pool(2, 1, 8192))) for pool in (Pool(1, 1, 2048, pp=4), Pool(4, 1, 8192)))
+    pairs = [Candidate(pool, Pool(2, 1, 8192)) for pool in (Pool(1, 1, 2048, pp=4), Pool(4, 1, 8192))]
+    assert [judge.spec(pair).pools[0].worker.step_tokens for pair in pairs] == [5 * 2048, 8192]
+    staged, single = map(judge, pairs)
     assert staged.ttft_attainment == single.ttft_attainment == 1.0
     assert staged.mean_ttft_s < single.mean_ttft_s
