@@ -328,7 +328,7 @@ class SimulatedCluster(Surroundings):
                 self.spec.kv_layout,
                 pool.num_blocks,
                 config.block_size,
-                PoolLimits(config.num_places, config.token_budget),
+                PoolLimits(config.num_places, config.step_tokens),
             ),
             expert_share=pool.expert_share,
         )

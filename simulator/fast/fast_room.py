@@ -188,7 +188,7 @@ class FastRoom:
         self.windows: FastWindows | None = None
         """The windows of a model that has some."""
         if info.kv_layout.windows:
-            limits = PoolLimits(info.max_num_seqs, info.token_budget)
+            limits = PoolLimits(info.max_num_seqs, config.step_tokens)
             self.windows = FastWindows(
                 info.kv_layout, info.num_blocks, info.block_size, limits, config.watermark_blocks
             )

@@ -27,7 +27,7 @@ class _Pool:
 
     num_blocks: int
     capacity: int
-    """Most blocks that may be promised: all but those of one step."""
+    """Most blocks that may be promised: all but those of the steps that may be under way together."""
     most: int
     """Most blocks of one sequence."""
     window: int

@@ -91,6 +91,7 @@ class SimulatedJudge:
             ),
             max_num_seqs=worker.max_num_seqs,
             token_budget=pool.token_budget,
+            pp=pool.pp,
         )
         return PoolSpec(
             name=name,

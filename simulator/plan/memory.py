@@ -50,7 +50,7 @@ class GroupMemory:
     num_blocks: int
     num_bytes: float
     step_blocks: int
-    """Blocks that are kept apart for the tokens of one step."""
+    """Blocks that are kept apart for the tokens of the steps that are under way together."""
     most_held: int | None
     """Most blocks of one sequence; None where it holds those of all its tokens."""
 
@@ -112,7 +112,8 @@ def worker_memory(
     ep: bool = False,
 ) -> WorkerMemory:
     """The use of the memory of each of a worker's `pp` x `tp` devices. `limits`: what the pools of windows, and the
-    scratch memory of experts, are made for. All stages have equally many blocks.
+    scratch memory of experts, are made for; several stages have several steps under way, decode workers too are counted
+    so. All stages have equally many blocks.
 
     Raises:
         ConfigError: the model cannot be divided so.
@@ -121,6 +122,8 @@ def worker_memory(
     scratch = model.scratch_bytes(limits.token_budget, tp, precision.dtype, ep=ep)
     shared = model.kv_heads_per_rank(tp) / model.num_kv_heads
     layout = model.kv_layout(precision.kv_dtype)
+    # Of several stages one step more than there are stages is under way, as `WorkerConfig.step_tokens` has it.
+    under_way = limits if pp == 1 else limits._replace(token_budget=limits.token_budget * (1 + pp))
     found = []
     for number, (layers, part) in enumerate(zip(stage_layers(model, pp), stage_shapes(model, pp), strict=True)):
         weights = _stage_weight_bytes(model, part, number, pp, precision) / tp
@@ -134,7 +137,7 @@ def worker_memory(
                 kv_bytes_per_token=sum(token_bytes),
                 expert_bytes=part.expert_parameters * DTYPE_BYTES[precision.weight_dtype] / tp,
                 scratch_bytes=scratch,
-                groups=_groups(layout, token_bytes, kv_bytes, limits),
+                groups=_groups(layout, token_bytes, kv_bytes, under_way),
             )
         )
     return min(found, key=lambda memory: memory.kv_tokens)

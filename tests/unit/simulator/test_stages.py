@@ -6,11 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from disagg.engine.cache_groups import PoolLimits, window_pools
+from disagg.proto.messages import KvLayout, WindowKv
 from disagg.simulator.durations.overheads import Sharing
+from disagg.simulator.exact.exact_engine import register
+from disagg.simulator.exact.timed_runner import TimedRunner
+from disagg.simulator.fast.fast_room import FastRoom
 from disagg.simulator.world.settings import ClusterSpec
 from disagg.simulator.world.slow_times import SlowTime
+from disagg.simulator.world.surroundings import Answers
 from disagg.step_times.interface import StepWork
 from tests.support.simulation import NO_LOCAL, LinearTimes, asked, cluster_spec, simulated
 
@@ -75,3 +82,19 @@ def test_what_is_not_simulated_of_stages_is_refused() -> None:
     for changes in ({"sharing": Sharing()}, {"slow_times": (SlowTime(begins_s=0.0, factor=2.0),)}):
         with pytest.raises(ValueError, match=r"^pools.colocated: workers of several stages share no machine"):
             replace(spec(colocated=1), **changes)
+
+
+@pytest.mark.parametrize(("pp", "step_blocks"), [(1, 4), (2, 12)])
+def test_pools_of_windows_leave_room_for_all_steps_under_way(pp: int, step_blocks: int) -> None:
+    """Steps of 64 tokens, four blocks: of two stages three steps are under way."""
+    layout = KvLayout.sized(1000, [WindowKv(window=64, bytes_per_token=800)])
+    staged = replace(spec(prefill=1, decode=1, pp=pp, router=NO_LOCAL), kv_layout=layout)
+    result = simulated(staged, asked(*[(0.0, 192, 3)] * 4))
+    assert (result.problems, len(result.records)) == ([], 4)
+    worker = msgspec.structs.replace(staged.pools[0].worker, worker_id="p-0")
+    timed = TimedRunner(EvenStages(), Answers(), layout=layout, num_blocks=100, block_size=16, max_model_len=512)
+    windows = FastRoom(worker, register(worker, timed, 512, (), "p-0.1"), timed._answers).windows
+    assert windows is not None
+    (pool,) = windows._pools
+    assert pool.num_blocks - pool.capacity == step_blocks
+    assert (pool.num_blocks,) == window_pools(layout, 100, 16, PoolLimits(worker.num_places, 16 * step_blocks))

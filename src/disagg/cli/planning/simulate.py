@@ -97,20 +97,21 @@ def _cache_bytes(name: str, pool: PoolConfig) -> int:
 
 
 def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, sample_s: float = 1.0) -> ClusterSpec:
-    """The cluster of a configuration. Raises `ConfigError` for workers that cannot hold a single KV block, for several
-    models, and for what the engine does not simulate."""
+    """The cluster of a configuration. Workers of several ranks and stages have the memory of all of them, divided
+    evenly, and step as one. Raises `ConfigError` for workers that cannot hold a single KV block, for several models,
+    and for what the engine does not simulate."""
     if config.models:
         raise ConfigError("models: a simulation is of one model; give it a file with the model and pools of one")
     pools = []
     for name, pool in active_pools(config):
         worker = worker_config(config, name, 0, "fake", range(1024))
         speculation = resolved_speculation(pool.speculation, pool.device, is_fake=False)
-        limits = PoolLimits(worker.num_places, worker.token_budget)
+        limits = PoolLimits(worker.num_places, worker.step_tokens)
         group_bytes = tuple(group.bytes_per_token * worker.block_size for group in timing.kv_layout.groups)
         pools_of_one = (1, *window_pools(timing.kv_layout, 1, worker.block_size, limits))
         block_bytes = sum(map(mul, pools_of_one, group_bytes))
         num_blocks = pool.num_blocks or most_blocks(
-            timing.kv_layout, worker.block_size, limits, _cache_bytes(name, pool) * pool.tp, group_bytes
+            timing.kv_layout, worker.block_size, limits, _cache_bytes(name, pool) * worker.num_ranks, group_bytes
         )
         if num_blocks < 1:
             raise ConfigError(
@@ -121,7 +122,7 @@ def cluster_spec(config: ClusterConfig, timing: Timing, engine: EngineKind, samp
             PoolSpec(
                 name=name,
                 size=pool.size,
-                worker=msgspec.structs.replace(worker, tp=1),
+                worker=msgspec.structs.replace(worker, tp=1, pp=1),
                 num_blocks=num_blocks,
                 times=timing.of_pool(name, has_drafts=speculation.method != "off"),
                 cold_start_s=timing.cold_start_s,

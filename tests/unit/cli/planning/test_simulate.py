@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from disagg.cli.planning.simulate import SimulateOptions, run_simulate
+from disagg.cli.planning.simulate import SimulateOptions, cluster_spec, read_times, run_simulate
+from disagg.cluster.config.cluster_config import parse_config
 from disagg.loadtests.records import read_file
 from disagg.loadtests.scenario import Overrides
 from disagg.proto.errors import ConfigError
@@ -53,6 +54,15 @@ def test_a_run_is_reported_as_a_load_test(folder: Path, engine: str) -> None:
     report = json.loads((folder / "run.json").read_text())
     assert report["summary"]["attainment"] == 1.0
     assert report["rows"][0]["num_up"] == 2
+
+
+def test_workers_of_several_stages_have_the_memory_of_all_and_step_as_one(folder: Path) -> None:
+    """1000 bytes of KV a token, in blocks of 16 tokens."""
+    pools = {"prefill": {"pp": 2, "tp": 2}, "decode": {"pp": 1}}
+    text = {"pools": {name: {"size": 1, "kv_cache_bytes": 1_600_000, **each} for name, each in pools.items()}}
+    config = parse_config({"model": {"path": "fake"}, **text})
+    spec = cluster_spec(config, read_times(folder / "times.yaml"), "exact")
+    assert [(pool.num_blocks, pool.worker.num_ranks) for pool in spec.pools] == [(400, 1), (100, 1)]
 
 
 def test_a_rate_that_cannot_be_served_is_named(folder: Path) -> None:
