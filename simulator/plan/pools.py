@@ -318,6 +318,11 @@ class Planner:
         """Whether the prefill workers have more stages than memory needs."""
         return candidate.prefill is not None and candidate.prefill.pp > self.decoders[0].pp
 
+    def most_staged(self, num_others: int) -> int:
+        """The number of candidates with more stages than memory needs that are judged at most, beside these others."""
+        has_some = any(each.pp > self.decoders[0].pp for each in self.prefillers)
+        return int(STAGED_SHARE * num_others) if has_some else 0
+
     def price(self, candidate: Candidate) -> float:
         """Price of a candidate's devices per hour."""
         return candidate.num_devices * self.site.price_per_hour
@@ -481,7 +486,7 @@ class _Search:
             if todo is None:
                 break
             self._ask(todo)
-        for _ in range(int(STAGED_SHARE * len(self._found))):
+        for _ in range(self.planner.most_staged(len(self._found))):
             todo = self._next_staged(staged)
             if todo is None:
                 break

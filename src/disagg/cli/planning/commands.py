@@ -138,7 +138,12 @@ def plan(
         str | None, typer.Option(help="Tokens of a step that are tried, such as 512,2048.")
     ] = None,
     mode: Annotated[str, typer.Option(help="any, disaggregated or colocated.")] = "any",
-    max_simulated: Annotated[int, typer.Option(help="Candidates that are simulated, at most.", min=1, max=1000)] = 12,
+    max_simulated: Annotated[
+        int,
+        typer.Option(
+            help="Candidates that are simulated, at most; 0.4 as many again with more stages.", min=1, max=1000
+        ),
+    ] = 12,
     simulate: Annotated[
         bool,
         typer.Option("--simulate/--no-simulate", help="Compare by the simulator, or by the estimate alone."),

@@ -328,7 +328,10 @@ def _judge(options: PlanOptions, planner: Planner, requests: Outline | None, con
     if requests is None:
         requests, counted_from_s = steady_requests(planner.load)
     judge = SimulatedJudge(planner, requests, counted_from_s=counted_from_s)
-    say(console, f"simulating up to {options.max_simulated} candidates, {len(requests.requests)} requests each")
+    most = f"up to {options.max_simulated} candidates"
+    if num_staged := planner.most_staged(options.max_simulated):
+        most += f" and {num_staged} with more stages"
+    say(console, f"simulating {most}, {len(requests.requests)} requests each")
 
     def judged(candidate: Candidate) -> Judgement:
         with console.status(str(candidate)):

@@ -179,7 +179,8 @@ def test_kinds_with_more_stages_are_judged_behind_all_others(max_judged: int, sh
     assert several.asked[: len(one.asked)] == one.asked
     more = several.asked[len(one.asked) :]
     assert all(candidate.num_stages > 1 for candidate in more)
-    assert len(more) <= STAGED_SHARE * len(one.asked)
+    assert len(more) <= several.planner.most_staged(len(one.asked)) <= STAGED_SHARE * len(one.asked)
+    assert one.planner.most_staged(12) == 0
     rank = several.planner.rank
     assert rank(answer.best) <= rank(plain.best)
 
