@@ -154,7 +154,7 @@ class Fleet:
             slot_tokens = self._config.prefill_chunks * info.token_budget
             bit = self.index.bit(info.worker_id)
             load = self.assignments.of_worker(info.worker_id)
-            worker = Worker(info, load, self._num_came, slot_tokens, bit, self._config.num_gateways)
+            worker = Worker(info, load, self._num_came, slot_tokens, bit, num_routers=self._config.num_gateways)
             self._num_came += 1
             self._workers[info.worker_id] = worker
         else:

@@ -55,9 +55,9 @@ class Worker:
     """Number of outstanding tokens below which it takes another prompt."""
     bit: WorkerSet = 0
     """The worker as a set of the prefix index."""
-    host_bit: WorkerSet = 0
+    host_bit: WorkerSet = field(init=False)
     """Its host memory as a set of the index of tiers; the next bit is its disk."""
-    tier_bits: WorkerSet = 0
+    tier_bits: WorkerSet = field(init=False)
     """All its tiers as such a set."""
     num_routers: int = 1
     """Number of routers that place on it. With several, sequences of the others count among those that decode, by

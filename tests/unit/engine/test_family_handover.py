@@ -25,6 +25,7 @@ from disagg.engine.commands import (
     Extend,
     Gather,
     Gathered,
+    Gathering,
     Held,
     Hold,
     Join,
@@ -175,6 +176,9 @@ def move(source: Engine, target: Engine, key: AttemptKey, tokens: range) -> None
             sent, received = source.runner.new_staging(nbytes), target.runner.new_staging(nbytes)
             gather = Gather(key, seq, start, end, sent, target.runner.shape, group=number)
             (gathered,) = handle_all(source.core, gather)
+            if isinstance(gathered, Gathering):  # as of several stages, whose last one may be the last to copy
+                gathered.copying.wait()
+                gathered = Gathered(key, seq, True, gathered.copying.checksum())
             slices = carry(group, nbytes, partial(source.part, sent), partial(target.part, received))
             assert gathered == Gathered(key, seq, True, checksum.combined([checksum(each) for each in slices]))
             scatter = Scatter(key, seq, start, end, received, source.runner.shape, group=number)
