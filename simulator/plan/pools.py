@@ -41,6 +41,8 @@ NUM_FIRST = 6
 """Least number of kinds of pools that are judged."""
 STAGED_SHARE = 0.4
 """Most candidates with more stages than memory needs that are judged, as a share of the others."""
+LEAST_STAGED = 2
+"""So many where the others are few."""
 MAX_SEQS = 256
 MARGIN_P = 2
 """Number of prefill workers, beyond the least that serve, that are tried with fewer decode workers."""
@@ -321,7 +323,7 @@ class Planner:
     def most_staged(self, num_others: int) -> int:
         """The number of candidates with more stages than memory needs that are judged at most, beside these others."""
         has_some = any(each.pp > self.decoders[0].pp for each in self.prefillers)
-        return int(STAGED_SHARE * num_others) if has_some else 0
+        return max(LEAST_STAGED, int(STAGED_SHARE * num_others)) if has_some else 0
 
     def price(self, candidate: Candidate) -> float:
         """Price of a candidate's devices per hour."""
