@@ -377,6 +377,8 @@ class Gathering:
     key: AttemptKey
     seq: int
     copying: Copying
+    most_tokens: int = 0
+    """As in `Gathered`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -589,10 +589,12 @@ class EngineCore:
             )
         except Exception as error:
             return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
+        # Stages copy between steps, as one rank does; a device copies beside them.
+        holds_up = isinstance(begun, int) or num_prompt_steps(self._runner) > 1
+        most_tokens = self._most_to_copy(plan) if sequence.is_prefix and holds_up else 0
         if isinstance(begun, int):
-            most_tokens = self._most_to_copy(plan) if sequence.is_prefix else 0
             return [Gathered(key, command.seq, ok=True, checksum=begun, most_tokens=most_tokens)]
-        return [Gathering(key, command.seq, begun)]
+        return [Gathering(key, command.seq, begun, most_tokens)]
 
     def _most_to_copy(self, plan: StepPlan) -> int:
         """Tokens that the next copy of a prefix may have beside the sequences that run, of which some decode, or the
@@ -604,7 +606,8 @@ class EngineCore:
         if decoding:
             step_ms = self._model.coefficients.ms_of(0, 0, len(decoding), sum(decoding))
         else:
-            step_ms = self._model.coefficients.step_ms(plan.measured(0.0))
+            step = plan if plan.entries else self._steps.oldest
+            step_ms = self._model.coefficients.step_ms(step.measured(0.0))
         return self._serving.most_tokens(step_ms)
 
     def _serve(self, plan: StepPlan) -> list[Event]:

@@ -67,4 +67,4 @@ class CopyWatch:
         except Exception as error:
             self._post(GatherFailed(key, seq, error))
         else:
-            self._answer(Gathered(key, seq, ok=True, checksum=checksum))
+            self._answer(Gathered(key, seq, ok=True, checksum=checksum, most_tokens=gathering.most_tokens))

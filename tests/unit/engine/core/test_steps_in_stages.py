@@ -20,17 +20,20 @@ from disagg.engine.commands import (
     Gather,
     Gathered,
     Gathering,
+    Pin,
     PrefillComputed,
     Release,
     TokenSampled,
 )
 from disagg.engine.config import Scheduling
 from disagg.engine.core.engine_core import EngineCore
+from disagg.engine.core.serving import SHARE
 from disagg.engine.fake_runner import FakeModelRunner, fake_generate
 from disagg.engine.plan import StepPlan
 from disagg.proto.ids import AttemptKey
 from disagg.proto.messages import StepCoefficients, StepSample
 from tests.support.engine import (
+    BLOCK,
     VOCAB_SIZE,
     assert_idle,
     assert_sound,
@@ -335,6 +338,20 @@ class TestCopies:
         steps(core, 1)
         event.copying.wait()
         assert out.tolist() == kv_of(PROMPT, CHUNK, 2 * CHUNK).tolist()
+
+    def test_a_copy_of_a_prefix_limits_the_next_one_by_the_step_under_way(self) -> None:
+        """All chunks of a prompt are launched. A step of 64 tokens takes 65 ms."""
+        core, _ = staged(copies_later=True, notices=False)
+        handle_all(core, hold("earlier", PROMPT[:CHUNK]))
+        run_until_idle(core)
+        handle_all(core, Pin(make_spec("pinned", PROMPT[:CHUNK])), hold("a", PROMPT[::-1][: 2 * CHUNK]))
+        steps(core, 2)
+        core._serving._token_ms = SHARE * 65.0 / (3.5 * BLOCK)
+        assert handle_all(core, Gather(key_of("pinned"), 0, 0, BLOCK, new_buffer(BLOCK))) == []
+        (event,) = core.plan_step(0.0)
+        assert not core.planned.entries
+        assert isinstance(event, Gathering)
+        assert event.most_tokens == 3 * BLOCK
 
     def test_what_no_step_computes_is_not_copied(self) -> None:
         core, _ = staged()

@@ -84,12 +84,13 @@ def copies() -> Iterator[Copies]:
 def test_copies_are_answered_in_their_order(copies: Copies) -> None:
     first, second = PlayedCopying(new_buffer(3)), PlayedCopying(new_buffer(5))
     for seq, copying in enumerate((first, second)):
-        copies.watch.watch(Gathering(KEY, seq, copying))
+        copies.watch.watch(Gathering(KEY, seq, copying, most_tokens=16 * seq))
     second.over.set()
     assert copies.watch.num_open == 2
     first.over.set()
     assert [copies.answers.get(timeout=WAIT_S) for _ in range(2)] == [
-        Gathered(KEY, seq, ok=True, checksum=UNKEYED(copying.data)) for seq, copying in enumerate((first, second))
+        Gathered(KEY, seq, ok=True, checksum=UNKEYED(copying.data), most_tokens=16 * seq)
+        for seq, copying in enumerate((first, second))
     ]
 
 
