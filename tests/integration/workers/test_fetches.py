@@ -34,11 +34,13 @@ NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="the extra `nixl` is not in
 
 
 class Row(NamedTuple):
-    """How bytes travel, and the ranks of the workers that have KV and of the one that lacks it."""
+    """How bytes travel, and the ranks and stages of the workers that have KV and of the one that lacks it."""
 
     transport: TransportName
     sources: int
     needy: int
+    source_stages: int = 1
+    needy_stages: int = 1
 
 
 ROWS = [
@@ -46,6 +48,8 @@ ROWS = [
     Row("shm", 2, 1),
     pytest.param(Row("gloo", 1, 2), marks=pytest.mark.slow),
     pytest.param(Row("shm", 2, 2), marks=pytest.mark.slow),
+    pytest.param(Row("gloo", 1, 1, 1, 3), marks=pytest.mark.slow),
+    pytest.param(Row("shm", 1, 1, 3, 2), marks=pytest.mark.slow),
     pytest.param(Row("nixl", 1, 2), marks=[pytest.mark.slow, NEEDS_NIXL]),
 ]
 
@@ -69,10 +73,11 @@ def config_of(name: str, roles: tuple[RoleName, ...], token_bytes: int, **option
 async def test_fetched_prefixes_give_the_tokens_of_transformers(row: Row, tmp_path: Path) -> None:
     folder = make_checkpoint(KIND, tmp_path / KIND)
     options: dict[str, Any] = {"model_path": str(folder), "dtype": "float32", "transport": row.transport}
+    sources, needy = {"tp": row.sources, "pp": row.source_stages}, {"tp": row.needy, "pp": row.needy_stages}
     configs = (
-        config_of("p0", ("prefill",), TOKEN_BYTES, tp=row.sources, **options),
-        config_of("p1", ("prefill",), TOKEN_BYTES, tp=row.needy, **options),
-        config_of("d0", ("decode",), TOKEN_BYTES, tp=row.sources, **options),
+        config_of("p0", ("prefill",), TOKEN_BYTES, **sources, **options),
+        config_of("p1", ("prefill",), TOKEN_BYTES, **needy, **options),
+        config_of("d0", ("decode",), TOKEN_BYTES, **sources, **options),
     )
     first, second = [[token % VOCAB_SIZE for token in prompt_of(300)] for _ in range(2)]
     with running_workers(*configs) as infos:
