@@ -22,8 +22,15 @@ def stage_ends(config: ModelConfig, pp: int, path: str = "") -> tuple[int, ...]:
     """
     if pp > config.num_layers:
         raise ConfigError(f"{path}pp is {pp}; this model has {config.num_layers} layers, and each stage needs one")
-    embedding = config.vocab_size * config.hidden_size
-    weights = [layer_weights(config, layer) for layer in config.layers]
+    return ends_by_weights(
+        [layer_weights(config, layer) for layer in config.layers], config.vocab_size * config.hidden_size, pp
+    )
+
+
+def ends_by_weights(layers: Sequence[int], embedding: int, pp: int) -> tuple[int, ...]:
+    """The ends of `pp` stages of layers with so many weights each. The embedding, and the head, which has as many, are
+    counted with the first layer and with the last one."""
+    weights = list(layers)
     weights[0] += embedding
     weights[-1] += embedding
     return even_ends(weights, pp)

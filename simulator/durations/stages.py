@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from disagg.engine.sharding.stages import even_ends, stage_ranges
+from disagg.engine.sharding.stages import ends_by_weights, stage_ranges
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import ModelShape
@@ -36,11 +36,8 @@ def stage_layers(model: ModelShape, pp: int, flag: str = "--pp") -> tuple[range,
     """
     if not 1 <= pp <= model.num_layers:
         raise ConfigError(f"{flag}: {pp} stages are not between 1 and the {model.num_layers} layers of {model.name}")
-    weights = [layer.matrix_parameters for layer in _layers(model)]
-    embedding = model.vocab_size * model.hidden_size
-    weights[0] += embedding
-    weights[-1] += embedding
-    return _ranges(tuple(weights), pp)
+    weights = tuple(layer.matrix_parameters for layer in _layers(model))
+    return _ranges(weights, model.vocab_size * model.hidden_size, pp)
 
 
 def stage_shapes(model: ModelShape, pp: int, flag: str = "--pp") -> tuple[ModelShape, ...]:
@@ -53,8 +50,8 @@ def stage_shapes(model: ModelShape, pp: int, flag: str = "--pp") -> tuple[ModelS
 
 
 @lru_cache(maxsize=256)
-def _ranges(weights: tuple[int, ...], pp: int) -> tuple[range, ...]:
-    return stage_ranges(even_ends(weights, pp))
+def _ranges(weights: tuple[int, ...], embedding: int, pp: int) -> tuple[range, ...]:
+    return stage_ranges(ends_by_weights(weights, embedding, pp))
 
 
 def _layers(model: ModelShape) -> list[ModelShape]:
