@@ -203,8 +203,9 @@ class Planner:
         self._workers: dict[tuple[Parallelism, int], WorkerModel] = {}
         self._estimates: dict[Candidate, Estimate] = {}
         self._fitting = self._choices_that_fit()
-        fewest = min(each.pp for each in self._fitting)
-        self.decoders = self._one_of_each([each for each in self._fitting if each.pp == fewest], self._token_s)
+        self._fewest_stages = min(each.pp for each in self._fitting)
+        fewest = [each for each in self._fitting if each.pp == self._fewest_stages]
+        self.decoders = self._one_of_each(fewest, self._token_s)
         """The stages and ranks of workers that decode, or do both."""
         self.prefillers = self._prefill_workers()
         """One prefill worker of each kind that is tried."""
@@ -248,11 +249,10 @@ class Planner:
         """Those with the fewest stages, and the best of those with more: those that serve the load with the fewest
         devices and compute its prompts the soonest."""
         found, ranked = [], []
-        fewest = min(each.pp for each in self._fitting)
         for each in self._one_of_each(self._fitting, self._prompts_s):
-            if each.pp == fewest:
+            if each.pp == self._fewest_stages:
                 found.append(Pool(1, each.tp, self._budget, each.pp, each.ep))
-            if each.pp == fewest or True not in self.site.modes:
+            if each.pp == self._fewest_stages or True not in self.site.modes:
                 continue
             for budget in self.site.token_budgets:
                 pool = Pool(1, each.tp, budget, each.pp, each.ep)
@@ -318,11 +318,11 @@ class Planner:
 
     def has_more_stages(self, candidate: Candidate) -> bool:
         """Whether the prefill workers have more stages than memory needs."""
-        return candidate.prefill is not None and candidate.prefill.pp > self.decoders[0].pp
+        return candidate.prefill is not None and candidate.prefill.pp > self._fewest_stages
 
     def most_staged(self, num_others: int) -> int:
         """The number of candidates with more stages than memory needs that are judged at most, beside these others."""
-        has_some = any(each.pp > self.decoders[0].pp for each in self.prefillers)
+        has_some = any(each.pp > self._fewest_stages for each in self.prefillers)
         return max(LEAST_STAGED, int(STAGED_SHARE * num_others)) if has_some else 0
 
     def price(self, candidate: Candidate) -> float:
