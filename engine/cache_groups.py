@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from disagg.engine.checkpoint.model_config import LayerConfig, ModelConfig
+from disagg.engine.sharding.shards import Shard
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import CacheGroup, KvLayout
 
@@ -148,6 +149,12 @@ def window_pools(layout: KvLayout, num_blocks: int, block_size: int, limits: Poo
 def head_block_bytes(group: CacheGroup, block_size: int) -> int:
     """Bytes of a block of one head of one layer."""
     return block_size * group.bytes_per_token // (len(group.layers) * group.num_heads)
+
+
+def rank_block_bytes(group: CacheGroup, block_size: int, shard: Shard, layers: range | None = None) -> int:
+    """Bytes of a block on a rank, which has these of the model's layers, None for all, with its share of the heads."""
+    num_held = sum(layers is None or layer in layers for layer in group.layers)
+    return head_block_bytes(group, block_size) * len(shard.kv_heads(group.num_heads)) * num_held
 
 
 def most_blocks(

@@ -277,6 +277,12 @@ class WeightsSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share_weights: bool
 
 
+def max_prompt_steps(pp: int) -> int:
+    """Steps of prompts that may be under way together on a worker of so many stages: one more than there are stages, so
+    that each has one while the oldest is taken in (ADR 101)."""
+    return 1 if pp == 1 else 1 + pp
+
+
 class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker process. The fields of `ModelOptions` and `KernelOptions` are its own, because a
     struct has one base."""
@@ -356,9 +362,8 @@ class WorkerConfig(EngineLimits, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of all steps that may be under way together: of prompts, one more than there are stages."""
-        has_several = self.pp > 1 and "prefill" in self.roles
-        return self.token_budget * (1 + self.pp) if has_several else self.token_budget
+        """Tokens of all steps that may be under way together."""
+        return self.token_budget * (max_prompt_steps(self.pp) if "prefill" in self.roles else 1)
 
     @property
     def is_fake(self) -> bool:

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
 from disagg.engine.adapters.modules import slot_bytes
-from disagg.engine.cache_groups import PoolLimits, head_block_bytes, model_layout, most_blocks, window_pools
+from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, rank_block_bytes, window_pools
 from disagg.engine.checkpoint.model_config import ModelConfig
-from disagg.engine.config import AdapterOptions, TierOptions, device_defaults
+from disagg.engine.config import AdapterOptions, TierOptions, device_defaults, max_prompt_steps
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.sharding.stages import layer_weights
@@ -178,20 +178,14 @@ class PoolCache(NamedTuple):
     @property
     def _limits(self) -> PoolLimits:
         pool = self.pool
-        has_several = pool.pp > 1 and kind_of(self.name) != "decode"  # steps of prompts under way, see `step_tokens`
-        step_tokens = pool.tokens_per_step * (1 + pool.pp if has_several else 1)
-        return PoolLimits(min(pool.max_num_seqs, pool.tokens_per_step), step_tokens)
+        num_steps = 1 if kind_of(self.name) == "decode" else max_prompt_steps(pool.pp)
+        return PoolLimits(min(pool.max_num_seqs, pool.tokens_per_step), pool.tokens_per_step * num_steps)
 
     def _block_bytes(self, layers: range) -> tuple[int, ...]:
         """Bytes of one block of each cache group, with the heads of a rank and those of its layers that are among
         `layers`."""
         pool, shard = self.pool, Shard(0, self.pool.tp)
-        first, *others = [
-            head_block_bytes(group, pool.tokens_per_block)
-            * len(shard.kv_heads(group.num_heads))
-            * sum(layer in layers for layer in group.layers)
-            for group in self.layout.groups
-        ]
+        first, *others = [rank_block_bytes(group, pool.tokens_per_block, shard, layers) for group in self.layout.groups]
         if self.draft is not None:
             draft = model_layout(self.draft, self.dtype, ELEMENT_BYTES[self.dtype], keeps_all=True)
             first += pool.tokens_per_block * draft.bytes_per_token

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.engine.cache_groups import PoolLimits, most_blocks, most_held, window_pools
+from disagg.engine.config import max_prompt_steps
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import CacheGroup, KvLayout
 from disagg.simulator.durations.devices import Device
@@ -122,8 +123,7 @@ def worker_memory(
     scratch = model.scratch_bytes(limits.token_budget, tp, precision.dtype, ep=ep)
     shared = model.kv_heads_per_rank(tp) / model.num_kv_heads
     layout = model.kv_layout(precision.kv_dtype)
-    # Of several stages one step more than there are stages is under way, as `WorkerConfig.step_tokens` has it.
-    under_way = limits if pp == 1 else limits._replace(token_budget=limits.token_budget * (1 + pp))
+    under_way = limits._replace(token_budget=limits.token_budget * max_prompt_steps(pp))
     found = []
     for number, (layers, part) in enumerate(zip(stage_layers(model, pp), stage_shapes(model, pp), strict=True)):
         weights = _stage_weight_bytes(model, part, number, pp, precision) / tp

@@ -17,8 +17,10 @@ from disagg.engine.cache_groups import (
     SCALE_BYTES,
     PoolLimits,
     check_kv_dtype,
+    head_block_bytes,
     model_layout,
     most_blocks,
+    rank_block_bytes,
     window_pools,
 )
 from disagg.engine.checkpoint.model_config import ModelConfig
@@ -70,7 +72,7 @@ def count_blocks(
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         return num_blocks
     layers = stage_ranges(stage_ends)[shard.stage] if stage_ends else None
-    first, *others = [_block_bytes(group, block_size, shard, layers) for group in layout.groups]
+    first, *others = [rank_block_bytes(group, block_size, shard, layers) for group in layout.groups]
     if draft is not None:
         first += draft.bytes_per_token * block_size
     found = most_blocks(layout, block_size, limits, kv_cache_bytes, (first, *others))
@@ -80,13 +82,6 @@ def count_blocks(
         beside = " with the windows of a sequence and a step" if others else ""
         raise ConfigError(f"kv_cache_bytes is {kv_cache_bytes}; one block of this model{beside} takes {least}")
     return found
-
-
-def _block_bytes(group: CacheGroup, block_size: int, shard: Shard, layers: range | None) -> int:
-    """Of a block of a cache group on a rank that has these layers; None for all."""
-    whole = group.bytes_per_token // group.num_heads * block_size * len(shard.kv_heads(group.num_heads))
-    held = len(group.layers) if layers is None else sum(layer in layers for layer in group.layers)
-    return whole // len(group.layers) * held
 
 
 class KvCache:
@@ -246,25 +241,20 @@ class KvCache:
             scatter_kv(self._held(group, each), block_table, start, end, staged)
         return sums
 
-    def _element_bytes(self, group: int, num_tokens: int) -> int:
-        """Of one head of one layer."""
-        layout = self.layout.groups[group]
-        return num_tokens * (layout.bytes_per_token // (layout.num_heads * len(layout.layers)))
-
     def _held(self, group: int, held: LocalSlice) -> Tensor:
         layers, heads = held
         return self._groups_NL2KBD[group][:, layers.start : layers.stop, :, heads.start : heads.stop]
 
     def _head_of(self, buffer: Tensor, slices: tuple[LocalSlice, ...], start: int, end: int, group: int) -> Tensor:
         """What of a staging buffer the slices take."""
-        nbytes = self._element_bytes(group, end - start) * sum([each.num_elements for each in slices])
+        nbytes = head_block_bytes(self.layout.groups[group], end - start) * sum([each.num_elements for each in slices])
         if buffer.numel() < nbytes:
             raise ValueError(f"tokens [{start}, {end}) take {nbytes} bytes; the buffer has {buffer.numel()}")
         return buffer[:nbytes]
 
     def _staged(self, buffer: Tensor, slices: tuple[LocalSlice, ...], num_tokens: int, group: int) -> Iterator[Tensor]:
         """The bytes of each slice in a staging buffer, without a copy."""
-        element_bytes = self._element_bytes(group, num_tokens)
+        element_bytes = head_block_bytes(self.layout.groups[group], num_tokens)
         first = 0
         for each in slices:
             last = first + element_bytes * each.num_elements
