@@ -27,6 +27,7 @@ from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.core import state_diff
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
+    GONE,
     controller_address,
     create_controller,
     end_controller,
@@ -153,7 +154,7 @@ class RayCluster(Cluster):
             return call_controller(self._controller_address, request, self._secret)
         except UnavailableError:
             if find_controller() is None:
-                raise LaunchError("the controller is gone for good; Ray does not start it again") from None
+                raise LaunchError(GONE) from None
             self._controller_address = controller_address() or self._controller_address
             raise
 

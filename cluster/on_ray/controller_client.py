@@ -30,6 +30,9 @@ STOP_TIMEOUT_S: Final = 45.0
 own."""
 
 
+GONE: Final = "the controller is gone for good; Ray does not start it again"
+
+
 def find_controller() -> Any | None:
     """Find the controller's actor, unless Ray has given it up."""
     import ray

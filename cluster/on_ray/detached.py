@@ -21,6 +21,7 @@ from disagg.cluster.control.plans import SavedState
 from disagg.cluster.core import state_diff
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
+    GONE,
     call_controller,
     changed_sizes,
     create_controller,
@@ -121,10 +122,12 @@ def run_leave(address: str, console: Console, deadline_s: float) -> None:
             else:
                 leaving.add((worker_id, incarnation))
         until = time.monotonic() + deadline_s + LEAVE_GRACE_S
-        while left := leaving & present(_state()):
+        state = _state()
+        while left := leaving & present(state):
             if time.monotonic() >= until:
                 raise LaunchError(f"{', '.join(sorted(name for name, _ in left))}: still there; it goes on")
             time.sleep(POLL_INTERVAL_S)
+            state = latest_state(state)
         console.print(f"left: {', '.join(sorted(name for name, _ in leaving)) or 'none'}", highlight=False)
 
 
@@ -187,18 +190,33 @@ def _update(config: ClusterConfig, console: Console) -> None:
 def _state() -> ControlState:
     """The state of the cluster; raises `LaunchError` while the controller cannot be reached."""
     try:
-        state = call_controller(StateRequest())
+        return _ask_state()
     except UnavailableError as error:
         raise LaunchError(str(error)) from None
+
+
+def _ask_state() -> ControlState:
+    state = call_controller(StateRequest())
     assert isinstance(state, ControlState), f"the controller replied to a StateRequest with {state}"
     return state
+
+
+def latest_state(before: ControlState) -> ControlState:
+    """The state of the cluster; `before` where the controller does not answer this time: it may be busy, or Ray starts
+    it again. Raises `LaunchError` when it is gone for good."""
+    try:
+        return _ask_state()
+    except UnavailableError:
+        if find_controller() is None:
+            raise LaunchError(GONE) from None
+        return before
 
 
 def _wait_settled(console: Console, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     before = state_diff.EMPTY_STATE
     while True:
-        state = _state()
+        state = latest_state(before)
         for change in state_diff.diff(before, state):
             detail = f" ({escape(change.detail)})" if change.detail else ""
             console.print(f"  {change.what:<9} {escape(change.name)}{detail}", highlight=False, soft_wrap=True)
