@@ -41,9 +41,7 @@ def test_ready_workers_of_a_host_leave_it() -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_whoever_waits_bears_a_controller_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, is_there: bool
-) -> None:
+def test_whoever_waits_bears_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
     answers: list[ControlState | None] = [None, EMPTY_STATE]
 
     def call_controller(request: ControlRequest) -> ControlReply:
