@@ -155,7 +155,7 @@ gpu-check: ## tests and benchmarks of the GPU path, in less than fifteen minutes
 	@PYTHONPATH=src $(GPU_PYTHON) scripts/gpu_check.py $(ARGS)
 
 test-gpu-stub: $(STAMP) ## every Triton op compiled and launched for an H100 against a driver that does nothing
-	@echo "Testing launches for an H100 (about half a minute)"
+	@echo "Testing launches for an H100 (one to four minutes)"
 	@$(BIN)/python -m pytest tests/gpu_stub $(ARGS)
 
 test-gpu-bindings: build/cuda-torch/.install-stamp ## what the GPU path calls, against a torch that is built for CUDA, and that of gpu-image

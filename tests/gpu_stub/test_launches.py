@@ -1,4 +1,5 @@
-"""What is launched for models of real sizes: `make test-gpu-stub`. About half a minute, nearly all of it compiling."""
+"""What is launched for models of real sizes: `make test-gpu-stub`. One to four minutes of a processor, nearly all of
+it compiling, in the fixtures."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.gpu_stub.table import table
+
+pytestmark = pytest.mark.timeout(1800)
 
 LAYER = {"_rms_norm_kernel": 1, "_kernel": 1, "_add_rms_norm_kernel": 2, "_silu_mul_kernel": 1, "_embed_kernel": 1}
 """Of every step of one layer, with the embedding before it and the norm behind it; `_kernel` is that of
