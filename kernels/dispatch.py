@@ -35,6 +35,7 @@ from disagg.kernels.groups import Groups, find_codes, quantize_int4
 from disagg.kernels.linear import PackedWeight, linear
 from disagg.kernels.linear import pack_weight as pack_for_onednn
 from disagg.kernels.lora import Lora
+from disagg.kernels.mxfp4 import Mxfp4Weight
 from disagg.kernels.ops import (
     AttentionForm,
     AttentionSpec,
@@ -297,16 +298,22 @@ def pack_weight(
     return pack_for_onednn(weight_OI) if packed is None else packed
 
 
-def pack_experts(weight_EOI: Tensor, quantization: Quantization = "none") -> ExpertWeight:
+def pack_experts(weight_EOI: Tensor | Mxfp4Weight, quantization: Quantization = "none") -> ExpertWeight:
     """Lay the weights of a layer's experts out for `moe_ffn`, or those of its heads for `linear_by_head`; the plain
     weights are returned where there is no C++ kernel for them. `int8` rounds them as `pack_weight` does, each expert by
-    itself.
+    itself. Weights in MXFP4 are packed as they are, and compute the bits of their bf16 numbers.
 
     Raises:
         ValueError: `int8` of a weight that is not finite, or `fp8` or `int4`.
     """
     if quantization in ("fp8", "int4"):
         raise ValueError(f"{quantization} is not supported for experts")
+    if isinstance(weight_EOI, Mxfp4Weight):
+        if (native := _choice().linear) is not None:
+            return native.pack_mxfp4(weight_EOI)
+        weight_EOI = weight_EOI.dequantized()
+    if quantization in STORED:
+        _warn_not_stored(tuple(weight_EOI.shape))
     native = _choice().linear if weight_EOI.is_cpu else None
     if quantization == "int8" and (native is None or weight_EOI.dtype != torch.bfloat16):
         _warn_not_int8()

@@ -1,4 +1,5 @@
-"""Scales of groups beside the weights that they belong to, from load until weights are packed."""
+"""What a checkpoint has of weights in few bits, from load until weights are packed: scales of groups beside the weights
+that they belong to, and experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from disagg.engine.runner.expert_floats import ExpertFloats
 from disagg.kernels.groups import GROUP, Groups, Offset
 
 
@@ -23,8 +25,11 @@ class _Matrix:
 class GroupScales:
     """Scales of weights by the memory in which those lie: tensors of a checkpoint are parts of fused weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_experts: bool = False) -> None:
+        """`keeps_experts`: experts in MXFP4 stay in it."""
         self._matrices: dict[int, _Matrix] = {}
+        self.experts = ExpertFloats() if keeps_experts else None
+        """Experts in MXFP4, which are not dequantized; None where they shall be."""
 
     def put(self, part: Tensor, groups: Groups) -> None:
         """Keep the scales of a part of a weight: rows and columns of a contiguous one, columns in whole groups."""
@@ -49,8 +54,8 @@ class GroupScales:
 
     @property
     def are_none(self) -> bool:
-        """Whether no weight has any."""
-        return not self._matrices
+        """Whether no weight has any, and there are no experts in MXFP4."""
+        return not self._matrices and (self.experts is None or self.experts.are_none)
 
     def of(self, weight: Tensor) -> Groups | None:
         """The scales of a whole weight; None where it has none, or not everywhere."""

@@ -50,7 +50,8 @@ def load_weights(
     dtype: torch.dtype = getattr(torch, source.dtype)
 
     def own_parameters() -> ModelParameters:
-        scales = GroupScales() if source.quantization in STORED else None
+        is_exact = source.quantization == "stored"
+        scales = GroupScales(keeps_experts=is_exact) if source.quantization in STORED else None
         parameters = load_parameters(source.model_path, model, dtype, device, shard, scales)
         pack_parameters(parameters, source.quantization, scales)
         return parameters

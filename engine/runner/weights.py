@@ -2,9 +2,9 @@
 
 `weight_targets.py` lists which tensor of the checkpoint fills which (slice of a) parameter; `load_parameters` checks
 every header against it before it reads any data, then copies tensor by tensor out of the memory map, casting on the
-way. Quantized tensors are dequantized in pieces on the way. Beyond the parameters themselves no more than one tensor is
-held. Of what ranks share, each reads its own part, and of what another stage has, headers only. Nothing is ever
-unpickled.
+way. Quantized tensors are dequantized in pieces on the way, or kept in few bits beside the parameters. Beyond the
+parameters themselves no more than one tensor is held. Of what ranks share, each reads its own part, and of what another
+stage has, headers only. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_parameters(
     scales: GroupScales | None = None,
 ) -> ModelParameters:
     """The parameters of a checkpoint, or one rank's part of them, in `dtype` on `device`. `scales` is given those of
-    weights that were dequantized.
+    weights that were dequantized, and the experts in MXFP4 that it keeps in place of their parameters.
 
     Raises:
         ConfigError: the model cannot be divided among the ranks; or a file or tensor is missing, cut short, of another
@@ -200,6 +200,10 @@ def _fill(target: Target, name: str, reader: TensorReader, scales: GroupScales |
     if not target.nbytes:
         return
     for part, parameter in _parts(target):
+        if scales is not None and scales.experts is not None and (kept := reader.mxfp4_pieces(name, part)) is not None:
+            for place, weight in kept:
+                scales.experts.put(parameter[place], weight)
+            continue
         for place, piece in reader.pieces(name, part):
             wanted = parameter[place]
             wanted.copy_(piece.reshape(wanted.shape))

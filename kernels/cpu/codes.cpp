@@ -94,10 +94,19 @@ void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, flo
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) rows[r] = x.at + r * x.stride;
     for (int64_t k = 0; k < 2 * x.num_pairs; k += GROUP, panel += CODES::BYTES) {
-        WideGroup<CODES, VECS> group(panel, column);
-        group.each([&](int64_t i, auto weight) __attribute__((always_inline)) {
-            add_input(acc, rows, k + i, weight);
-        });
+        if constexpr (std::is_same_v<CODES, Floats4>) {
+            FloatGroup<VECS>(panel, column).each_pair([&](int v, int64_t i, vr weight, vr next) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r) {
+                    acc[r][v] = fma(splat_register(rows[r][k + i]), weight, acc[r][v]);
+                    acc[r][v] = fma(splat_register(rows[r][k + i + 1]), next, acc[r][v]);
+                }
+            });
+        } else {
+            WideGroup<CODES, VECS>(panel, column).each([&](int64_t i, auto weight) __attribute__((always_inline)) {
+                add_input(acc, rows, k + i, weight);
+            });
+        }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)

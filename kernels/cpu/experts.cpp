@@ -102,7 +102,11 @@ class Scratch {
     char *at_, *end_ = nullptr;
 };
 
-int64_t number_bytes(Weights weights) { return weights == Weights::FP32 ? 4 : weights == Weights::BF16 ? 2 : 1; }
+int64_t panel_bytes(const Linear& all) {
+    if (are_codes(all.weights))
+        return with_codes(all.weights, [&](auto codes) { return all.depth / GROUP * decltype(codes)::BYTES; });
+    return all.panel_size() * (all.weights == Weights::FP32 ? 4 : all.weights == Weights::BF16 ? 2 : 1);
+}
 
 template <class T>
 class Step {
@@ -193,7 +197,7 @@ class Step {
 
     // `all` is a product of all experts: weights, scales and biases begin with those of expert 0, rows and outputs with place 0.
     void multiply(const Linear& all) {
-        const int64_t panels = all.num_panels(), weight_bytes = panels * all.panel_size() * number_bytes(all.weights);
+        const int64_t panels = all.num_panels(), weight_bytes = panels * panel_bytes(all);
         const auto of_expert = [&](int64_t expert) {
             const int64_t place = scratch_.first_place[expert], columns = expert * all.num_columns;
             Linear one = all;

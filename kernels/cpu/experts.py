@@ -1,4 +1,5 @@
-"""The call of `experts.cpp`. Rows, weights, biases and results are fp32, or bf16 (also with int8 weights)."""
+"""The call of `experts.cpp`. Rows, weights, biases and results are fp32, or bf16 (also with weights in int8 or
+MXFP4)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from disagg.kernels.cpu.calls import Kernel, new_output
-from disagg.kernels.cpu.linear import KINDS, NativeExpertWeight, NativeWeight
+from disagg.kernels.cpu.linear import NativeExpertWeight, NativeWeight
 from disagg.kernels.experts import Experts, Router, Shared
 
 _FIELDS: Final = "iPqqqqPPPqqqqqqqfqqPPPPPPqffPPPPP"
@@ -26,12 +27,10 @@ class MoeFfn:
         self._scratch_bytes = library["disagg_moe_scratch"]
         self._scratch_bytes.restype, self._scratch_bytes.argtypes = ctypes.c_int64, [ctypes.c_int64] * 7
 
-    def scratch_bytes(
-        self, weights: torch.dtype, num_rows: int, hidden: int, inner: int, router: Router, local: int
-    ) -> int:
-        """Bytes of scratch memory of a call with weights that are packed in this dtype, for `local` experts."""
+    def scratch_bytes(self, kind: int, num_rows: int, hidden: int, inner: int, router: Router, local: int) -> int:
+        """Bytes of scratch memory of a call with packed weights of this kind, for `local` experts."""
         routing = router.routing
-        found = self._scratch_bytes(KINDS[weights], num_rows, hidden, inner, routing.num_experts, routing.top_k, local)
+        found = self._scratch_bytes(kind, num_rows, hidden, inner, routing.num_experts, routing.top_k, local)
         return int(found)
 
     def __call__(self, x_TH: Tensor, router: Router, experts: Experts, shared: Shared | None) -> Tensor:
@@ -46,11 +45,11 @@ class MoeFfn:
         _check(x_TH, router, experts, shared)
         assert isinstance(router.weight_EH, NativeWeight), "the router is packed"
         (T, H), inner, local = x_TH.shape, down.in_features, gate_up.packed.shape[0]
-        size = self.scratch_bytes(gate_up.packed.dtype, T, H, inner, router, local)
+        size = self.scratch_bytes(gate_up.kind, T, H, inner, router, local)
         scratch, out_TH = new_output((size,), torch.uint8), new_output((T, H), x_TH.dtype)
         activation = experts.activation
         self._call(
-            KINDS[gate_up.packed.dtype], x_TH.data_ptr(), x_TH.stride(0), T, H, inner,
+            gate_up.kind, x_TH.data_ptr(), x_TH.stride(0), T, H, inner,
             router.weight_EH.packed.data_ptr(), _pointer(router.bias_E), _pointer(router.choice_bias_E),
             routing.num_experts, routing.top_k, _SCORES[routing.score], routing.groups, routing.top_groups,
             _GROUP_SCORES[routing.group_score], int(routing.renormalize), routing.scale, experts.first, local,
@@ -74,7 +73,7 @@ def _check(x_TH: Tensor, router: Router, experts: Experts, shared: Shared | None
         raise ValueError(
             f"x is {x_TH.dtype} {list(x_TH.shape)}; the experts take {dtype} rows of {gate_up.in_features}"
         )
-    if gate_up.packed.dtype != down.packed.dtype or down.packed.shape[0] != local:
+    if gate_up.kind != down.kind or down.packed.shape[0] != local:
         raise ValueError("the two products of the experts are not of one form and number")
     if gate_up.out_features != 2 * inner or down.out_features != H:
         sizes = f"{gate_up.out_features} and {down.out_features} outputs"

@@ -17,13 +17,12 @@
 
 #pragma once
 
+#include <type_traits>
+
+#include "floats4.h"
 #include "panels.h"
 
 namespace disagg {
-
-constexpr int64_t GROUP = 32;  // inputs
-
-enum class Offset { NONE, MINIMUM, ZERO };
 
 template <int BITS, Offset OFFSET>
 struct Codes {
@@ -41,11 +40,15 @@ struct Scales {
 
 template <class CODES>
 Scales load_scales(const char* group, int64_t column) {
-    const auto* numbers = reinterpret_cast<const uint16_t*>(group) + column;
-    const vr scale = load_fp16(numbers);
-    if constexpr (CODES::OF == Offset::NONE) return {scale, splat_register(0.0f)};
-    const vr other = load_fp16(numbers + COLUMNS);
-    return {scale, CODES::OF == Offset::ZERO ? -(other * scale) : other};
+    if constexpr (std::is_same_v<CODES, Floats4>) {
+        return {load_powers(reinterpret_cast<const uint8_t*>(group) + column), splat_register(0.0f)};
+    } else {
+        const auto* numbers = reinterpret_cast<const uint16_t*>(group) + column;
+        const vr scale = load_fp16(numbers);
+        if constexpr (CODES::OF == Offset::NONE) return {scale, splat_register(0.0f)};
+        const vr other = load_fp16(numbers + COLUMNS);
+        return {scale, CODES::OF == Offset::ZERO ? -(other * scale) : other};
+    }
 }
 
 // x rounded to bf16, as fp32, for 0 and for numbers from 2^-110 to 2^110: the sum with 1.5 * 2^16 times its power of two has as many
@@ -120,7 +123,7 @@ class GroupSource {
     static constexpr int BLOCKS = 2, BLOCK_PAIRS = 8;
 
     explicit GroupSource(const void* panel) : at_(static_cast<const char*>(panel)) {
-        for (int i = 0; i < LANES; ++i) numbers_[i] = static_cast<float>(i);
+        for (int i = 0; i < LANES; ++i) numbers_[i] = std::is_same_v<CODES, Floats4> ? E2M1[i] : static_cast<float>(i);
     }
 
     void begin_group() {
@@ -192,16 +195,19 @@ template <class CODES>
 void widen_panel(const char* panel, int64_t depth, bf16* widened) {
     for (int64_t k = 0; k < depth; k += GROUP, panel += CODES::BYTES, widened += GROUP / 2 * PAIR)
         for (int64_t c = 0; c < COLUMNS; c += REGISTER_LANES) {
-            vru evens{};
-            WideGroup<CODES, 1>(panel, c).each([&](int64_t i, auto weight) {
-                const vru bits = (vru)weight(0);
-                if (i % 2 == 0) {
-                    evens = bits >> 16;
-                } else {
-                    const vru pairs = evens | bits;
-                    std::memcpy(widened + i / 2 * PAIR + 2 * c, &pairs, sizeof pairs);
-                }
-            });
+            const auto put = [&](int64_t i, vru pairs) { std::memcpy(widened + i / 2 * PAIR + 2 * c, &pairs, sizeof pairs); };
+            if constexpr (std::is_same_v<CODES, Floats4>) {
+                FloatGroup<1>(panel, c).each_pair([&](int, int64_t i, vr even, vr odd) { put(i, (vru)even >> 16 | (vru)odd); });
+            } else {
+                vru evens{};
+                WideGroup<CODES, 1>(panel, c).each([&](int64_t i, auto weight) {
+                    const vru bits = (vru)weight(0);
+                    if (i % 2 == 0)
+                        evens = bits >> 16;
+                    else
+                        put(i, evens | bits);
+                });
+            }
         }
 }
 
@@ -210,6 +216,7 @@ void widen_panel(const char* panel, int64_t depth, bf16* widened) {
 // `body` with the codes of weights of this kind.
 template <class Body>
 auto with_codes(Weights weights, Body body) {
+    if (weights == Weights::FLOATS4) return body(Floats4{});
     if (weights == Weights::CODES8) return body(Codes<8, Offset::NONE>{});
     if (weights == Weights::CODES4_ZERO) return body(Codes<4, Offset::ZERO>{});
     return body(Codes<4, Offset::MINIMUM>{});

@@ -1,10 +1,10 @@
-"""Weights packed for `linear.cpp`, in bf16, int8, fp32 or codes: one form serves any number of rows, from one decode to
-a prefill chunk.
+"""Weights packed for `linear.cpp`, in bf16, int8, fp32, codes or MXFP4: one form serves any number of rows, from one
+decode to a prefill chunk.
 
 Weights [N, K] become [N / 32, K / 2, 64], zeros where N or K does not divide; the order of a panel is that of
-`panels.h`, of codes that of `groups.h`. Products are deterministic, and a row's result is the same to the bit whatever
-rows are computed beside it, on all processors of one arithmetic. Threads take panels of columns. What follows a GEMM in
-the decoder (silu(gate) * up; residual and norm) can be done in the same call.
+`panels.h`, of codes that of `groups.h`, of MXFP4 that of `floats4.h`. Products are deterministic, and a row's result is
+the same to the bit whatever rows are computed beside it, on all processors of one arithmetic. Threads take panels of
+columns. What follows a GEMM in the decoder (silu(gate) * up; residual and norm) can be done in the same call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from disagg.kernels.cpu.calls import Kernel, new_output
 from disagg.kernels.cpu.memory import HugePages, copy_pairs
 from disagg.kernels.groups import GROUP, CodedWeight, Offset
 from disagg.kernels.linear import PackedWeight
+from disagg.kernels.mxfp4 import GROUP_BYTES, Mxfp4Weight
 from disagg.kernels.quantize import Int8Weight, Quantization, quantize_int8
 
 COLUMNS = 32
@@ -39,9 +40,10 @@ _CODE_KINDS: Final[Mapping[tuple[torch.dtype, int], int]] = {
     (torch.int16, 640): 6,
     (torch.int32, 640): 7,
     (torch.int16, 1088): 8,
+    (torch.uint8, COLUMNS * (GROUP_BYTES + 1)): 9,
 }
 """Kinds of packed codes, by dtype and bytes of a group of a panel: with minimums, with zeros, of 8 bits; then the same
-for products that are sums of codes."""
+for products that are sums of codes; MXFP4."""
 _CODE_DTYPES: Final[Mapping[tuple[Offset, bool], torch.dtype]] = {
     ("minimum", False): torch.uint8,
     ("zero", False): torch.int8,
@@ -138,6 +140,16 @@ class NativeLinear:
             copy_pairs(packed[expert].view(panels.shape), panels)
         return NativeExpertWeight(packed, scale_EO, O, I)
 
+    def pack_mxfp4(self, weight: Mxfp4Weight) -> NativeExpertWeight:
+        """Pack the weights of all experts, which are on the CPU, as the codes that they are."""
+        L, O, I = weight.shape  # noqa: E741
+        shape = (L, -(-O // COLUMNS), I // GROUP, COLUMNS * (GROUP_BYTES + 1))
+        packed = self._memory.new(shape, torch.uint8)
+        for panels, code_OB, exponent_OG in zip(packed, weight.code_LOB, weight.exponent_LOG, strict=True):
+            panels[..., :COLUMNS] = _columns(exponent_OG).transpose(1, 2)
+            panels[..., COLUMNS:] = self._ordered_mxfp4(code_OB)
+        return NativeExpertWeight(packed, None, O, I)
+
     def _ordered_int8(self, quantized_OI: Tensor) -> Tensor:
         """The numbers of an int8 weight as bytes, in the order in which they are packed."""
         if not self._int8_pairs:
@@ -164,6 +176,19 @@ class NativeLinear:
         else:
             words = panels.view(P, COLUMNS, G, 8, 4).permute(0, 2, 4, 1, 3)
         return (words[..., ::2] | words[..., 1::2] << 4).reshape(P, G, -1)
+
+    def _ordered_mxfp4(self, code_OB: Tensor) -> Tensor:
+        """Codes of two inputs a byte, in the order in which they are packed, [O / 32, I / 32, bytes]."""
+        panels = _columns(code_OB)
+        P, G = panels.shape[0], panels.shape[2] // GROUP_BYTES
+        if self._code_pairs:
+            first, second = panels.view(P, COLUMNS, G, 2, 4, 2).unbind(5)
+            order = (0, 2, 3, 1, 5, 4)
+        else:
+            first, second = panels.view(P, COLUMNS // 4, 4, G, 4, 2, 2).unbind(5)
+            order = (0, 3, 4, 1, 5, 2, 6)
+        bytes_of_input = torch.stack((first & 15 | second << 4, first >> 4 | second & 0xF0), dim=-1)
+        return bytes_of_input.permute(order).reshape(P, G, -1)
 
     def restored(self, packed: Tensor, scale_O: Tensor | None, out_features: int, in_features: int) -> NativeWeight:
         """Make a weight from the tensors of a packed weight with the same `packing`; they are kept, not copied.
@@ -196,8 +221,8 @@ def _check_packed(
 ) -> None:
     """That these are the parts of a packed weight of this size, or of the weights of so many experts. Raises
     `ValueError`."""
-    if packed.dim() == 3 and not experts and _code_kind(packed) is not None:
-        coded_shape = (-(-out_features // COLUMNS), in_features // GROUP, packed.shape[2])
+    if packed.dim() == len(experts) + 3 and _code_kind(packed) is not None:
+        coded_shape = (*experts, -(-out_features // COLUMNS), in_features // GROUP, packed.shape[-1])
         if packed.shape != coded_shape or in_features % GROUP or scale is not None or not packed.is_contiguous():
             raise ValueError(f"packed codes are {list(packed.shape)}, not {list(coded_shape)}")
         return
@@ -213,6 +238,12 @@ def _check_packed(
 def _code_kind(packed: Tensor) -> int | None:
     """The kind of packed codes; None for other weights."""
     return _CODE_KINDS.get((packed.dtype, packed.shape[-1] * packed.itemsize))
+
+
+def _kind(packed: Tensor) -> int:
+    """The kind of a packed weight."""
+    code_kind = _code_kind(packed)
+    return KINDS[packed.dtype] if code_kind is None else code_kind
 
 
 def _columns(numbers_ON: Tensor) -> Tensor:
@@ -238,7 +269,7 @@ class NativeExpertWeight:
     """Packed weights of all experts of a layer, which `kernels/cpu/experts.py` reads, or of all heads."""
 
     packed: Tensor
-    """Panels of each expert, [E, N / 32, K / 2, 64]."""
+    """Panels of each expert, [E, N / 32, K / 2, 64], or of MXFP4 [E, N / 32, K / 32, 544]."""
     scale_EO: Tensor | None
     """Scales of int8 weights, float32; None for others."""
     out_features: int
@@ -248,6 +279,11 @@ class NativeExpertWeight:
     def dtype(self) -> torch.dtype:
         """Dtype of rows, biases and results."""
         return torch.float32 if self.packed.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def kind(self) -> int:
+        """Number of its kind in the library's calls."""
+        return _kind(self.packed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,8 +309,7 @@ class NativeWeight(PackedWeight):
     @property
     def kind(self) -> int:
         """Number of its kind in the library's calls."""
-        code_kind = _code_kind(self.packed)
-        return KINDS[self.packed.dtype] if code_kind is None else code_kind
+        return _kind(self.packed)
 
     @property
     def are_codes(self) -> bool:

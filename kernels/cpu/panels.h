@@ -21,18 +21,25 @@ enum class Weights : int32_t {
     CODES8 = 5,
     SUMS4_MINIMUM = 6,
     SUMS4_ZERO = 7,
-    SUMS8 = 8
+    SUMS8 = 8,
+    FLOATS4 = 9
 };
 
-// Whether weights of this kind are codes in groups that are multiplied as what they stand for; see `groups.h`.
-constexpr bool are_codes(Weights weights) { return weights >= Weights::CODES4_MINIMUM && weights <= Weights::CODES8; }
+// Whether weights of this kind are codes in groups that are multiplied as what they stand for; see `groups.h` and `floats4.h`.
+constexpr bool are_codes(Weights weights) {
+    return (weights >= Weights::CODES4_MINIMUM && weights <= Weights::CODES8) || weights == Weights::FLOATS4;
+}
 
 // Whether they are multiplied as sums of codes; see `sums.cpp`.
-constexpr bool are_sums(Weights weights) { return weights >= Weights::SUMS4_MINIMUM; }
+constexpr bool are_sums(Weights weights) { return weights >= Weights::SUMS4_MINIMUM && weights <= Weights::SUMS8; }
 
 constexpr int VECS = 2;
 constexpr int64_t COLUMNS = VECS * LANES;
 constexpr int64_t PAIR = 2 * COLUMNS;
+
+// Of weights that are codes: inputs that have a scale in common, and what is added to products with it.
+constexpr int64_t GROUP = 32;
+enum class Offset { NONE, MINIMUM, ZERO };
 
 #ifdef __AVX512BF16__
 

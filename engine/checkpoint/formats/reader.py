@@ -24,15 +24,15 @@ from torch import Tensor
 
 from disagg.engine.checkpoint.formats.stored import Entries, Packing, Quantized, StoredTensor, check_part
 from disagg.kernels.groups import GROUP, Groups, Offset
+from disagg.kernels.mxfp4 import FP4_VALUES, GROUP_BYTES, Mxfp4Weight
 from disagg.proto.errors import ConfigError
 
 PIECE_ELEMENTS: Final = 2 << 20
 """Elements of a quantized tensor that are dequantized at a time, some 30 bytes of memory each."""
 OPEN_FILES: Final = 3
 """Files that are mapped at a time: a tensor and its scales may be in different ones."""
-FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of E2M1, by their code."""
-
+NO_EXPONENT: Final = 255
+"""The byte of E8M0 that stands for no number."""
 _OFFSETS: Final[tuple[Offset, ...]] = ("minimum", "zero")
 """Ends of the names of what is added, in a file of scales."""
 
@@ -101,6 +101,30 @@ class TensorReader:
         if stored.quantized is None:
             return self._stored_groups(stored, part)
         return self._groups_of(stored, stored.quantized, part)
+
+    def mxfp4_pieces(self, name: str, part: Part) -> Iterator[tuple[tuple[slice, ...], Mxfp4Weight]] | None:
+        """The part of a tensor of experts, [experts, in, out], in MXFP4: expert by expert, each with its place in the
+        part, outputs in the file's order. None where it is not in MXFP4, or where the part has no whole groups.
+        """
+        stored = self._stored[name]
+        if stored.quantized is None or not stored.quantized.is_fp4 or len(part) != 3:
+            return None
+        if part[1].start % GROUP or part[1].stop % GROUP:
+            return None
+        return self._mxfp4_pieces(stored.name, stored.quantized.scale, part)
+
+    def _mxfp4_pieces(self, codes: str, exponents: str, part: Part) -> Iterator[tuple[tuple[slice, ...], Mxfp4Weight]]:
+        experts, inputs, outputs = part
+        groups = range(inputs.start // GROUP, inputs.stop // GROUP)
+        for index, expert in enumerate(experts):
+            of_expert = (range(expert, expert + 1), outputs, groups)
+            code_LOGB, exponent_LOG = (
+                self._read(codes, (*of_expert, range(GROUP_BYTES))),
+                self._read(exponents, of_expert),
+            )
+            if bool((exponent_LOG == NO_EXPONENT).any()):
+                raise self._error(exponents, "has a scale that is not finite")
+            yield (slice(index, index + 1),), Mxfp4Weight(code_LOGB.flatten(2), exponent_LOG)
 
     # ------------------------------------------------------------ scales of groups
 

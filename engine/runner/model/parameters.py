@@ -27,6 +27,7 @@ from disagg.engine.runner.group_scales import GroupScales
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.kernels.dispatch import PackedWeight, pack_experts, pack_router, pack_weight
 from disagg.kernels.experts import ExpertWeight
+from disagg.kernels.mxfp4 import Mxfp4Weight
 from disagg.kernels.quantize import STORED
 from disagg.proto.errors import ConfigError
 
@@ -217,7 +218,8 @@ def pack_parameters(
     parameters: ModelParameters, quantization: Quantization = "none", scales: GroupScales | None = None
 ) -> None:
     """Pack every linear weight in place, one after the other in the order of a step, so that only one is held twice.
-    With `stored` and `stored_sums`, a weight whose `scales` are given is packed in fewer bits.
+    With `stored` and `stored_sums`, a weight whose `scales` are given is packed in fewer bits, as are experts that they
+    keep in MXFP4, if both products of a layer are.
 
     Tied embeddings are kept as they are, beside the packed head: one embedding matrix more.
 
@@ -225,8 +227,9 @@ def pack_parameters(
         ConfigError: a weight that is to be quantized is not finite, or cannot be; or none is stored in 4 or 8 bits.
     """
     if quantization in STORED and (scales is None or scales.are_none):
+        others = " and no experts in MXFP4" if quantization == "stored" else ""
         raise ConfigError(
-            f"quantization: {quantization}, but the checkpoint has no linear weights in groups of 4 or 8 bits"
+            f"quantization: {quantization}, but the checkpoint has no linear weights in groups of 4 or 8 bits{others}"
         )
 
     try:
@@ -255,12 +258,28 @@ def _pack_ffn(ffn: FfnParameters, quantization: Quantization, scales: GroupScale
         ffn.gate_up_weight_2IH = _packed(ffn.gate_up_weight_2IH, quantization, scales)
         ffn.down_weight_HI = _packed(ffn.down_weight_HI, quantization, scales)
         return
-    ffn.gate_up_weight_L2IH = pack_experts(plain(ffn.gate_up_weight_L2IH), quantization)
-    ffn.down_weight_LHI = pack_experts(plain(ffn.down_weight_LHI), quantization)
+    gate_up, down = _experts_of(ffn, scales)
+    ffn.gate_up_weight_L2IH, ffn.down_weight_LHI = pack_experts(gate_up, quantization), pack_experts(down, quantization)
     ffn.router_weight_EH = pack_router(plain(ffn.router_weight_EH), ffn.gate_up_weight_L2IH)
     if ffn.shared_gate_up_weight_2SH is not None and ffn.shared_down_weight_HS is not None:
         ffn.shared_gate_up_weight_2SH = _packed(ffn.shared_gate_up_weight_2SH, quantization, scales)
         ffn.shared_down_weight_HS = _packed(ffn.shared_down_weight_HS, quantization, scales)
+
+
+def _experts_of(
+    ffn: ExpertsParameters, scales: GroupScales | None
+) -> tuple[Tensor, Tensor] | tuple[Mxfp4Weight, Mxfp4Weight]:
+    """The weights of a layer's experts: both products in MXFP4, or both plain."""
+    gate_up_L2IH, down_LHI = plain(ffn.gate_up_weight_L2IH), plain(ffn.down_weight_LHI)
+    if scales is None or scales.experts is None:
+        return gate_up_L2IH, down_LHI
+    gate_up, down = scales.experts.take(gate_up_L2IH), scales.experts.take(down_LHI)
+    if gate_up is not None and down is not None:
+        return gate_up, down
+    return (
+        gate_up_L2IH if gate_up is None else gate_up.dequantized(),
+        down_LHI if down is None else down.dequantized(),
+    )
 
 
 def _packed(weight: Weight, quantization: Quantization, scales: GroupScales | None) -> Weight:

@@ -14,7 +14,7 @@ from torch import Tensor
 from disagg.kernels import dispatch, reference
 from disagg.kernels.cpu.calls import ProgramCapturer
 from disagg.kernels.cpu.experts import MoeFfn
-from disagg.kernels.cpu.linear import NativeLinear
+from disagg.kernels.cpu.linear import KINDS, NativeLinear
 from disagg.kernels.cpu.ops import NativeOps
 from disagg.kernels.expert_reference import gated
 from disagg.kernels.experts import Experts, Router, Shared
@@ -301,8 +301,13 @@ def test_scratch_memory_is_within_what_plans_count(native: NativeOps, rows: int,
     kernel = MoeFfn(native.library)
     for routing in ROUTINGS.values():
         router = Router(routing, torch.empty(0))
-        for weights, element_bytes in ((torch.float32, 4), (torch.bfloat16, 2), (torch.uint8, 2)):
-            used = kernel.scratch_bytes(weights, rows, hidden, inner, router, routing.num_experts)
+        for kind, element_bytes in (
+            (KINDS[torch.float32], 4),
+            (KINDS[torch.bfloat16], 2),
+            (KINDS[torch.uint8], 2),
+            (9, 2),
+        ):
+            used = kernel.scratch_bytes(kind, rows, hidden, inner, router, routing.num_experts)
             assert used <= scratch_bytes(routing, rows, hidden, inner, element_bytes)
 
 

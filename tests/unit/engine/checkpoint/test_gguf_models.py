@@ -22,8 +22,8 @@ from torch import Tensor
 
 from disagg.engine.checkpoint import convert
 from disagg.engine.checkpoint.families.registry import SUPPORTED_ARCHITECTURES
-from disagg.engine.checkpoint.formats.reader import FP4_VALUES
 from disagg.engine.checkpoint.gguf_models import GGUF_MODELS, read_config
+from disagg.kernels.mxfp4 import FP4_VALUES
 from disagg.proto.errors import ConfigError
 from tests.support.checkpoints import TOKENS, write_tokenizer
 
