@@ -23,8 +23,6 @@ FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 """The numbers of E2M1, by their code."""
 GROUP_BYTES: Final = GROUP // 2
 """Bytes of the codes of a group."""
-WEIGHT_BYTES: Final = (GROUP_BYTES + 1) / GROUP
-"""Bytes of a weight, its share of an exponent included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 from disagg.cluster.config.cluster_config import PoolConfig, pool_path
 from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.cache_groups import PoolLimits, model_layout, most_blocks, rank_block_bytes, window_pools
+from disagg.engine.checkpoint.formats.mxfp4 import WEIGHT_BYTES, Mxfp4
 from disagg.engine.checkpoint.model_config import ModelConfig
-from disagg.engine.config import AdapterOptions, TierOptions, device_defaults, max_prompt_steps
+from disagg.engine.config import AdapterOptions, Quantization, TierOptions, device_defaults, max_prompt_steps
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.sharding.stages import layer_weights
@@ -27,6 +28,14 @@ ELEMENT_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16
 """Bytes of one number of a dtype."""
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+def expert_weight_bytes(model: ModelConfig, quantization: Quantization, dtype: str) -> float:
+    """Bytes of one number of the experts' weights as workers load them; those that are no experts' have `dtype` wherever
+    these are in MXFP4."""
+    if quantization == "stored" and isinstance(model.weight_format, Mxfp4):
+        return WEIGHT_BYTES
+    return ELEMENT_BYTES["int8" if quantization in ("int8", "fp8") else dtype]
 
 
 class GroupPool(NamedTuple):
@@ -72,7 +81,7 @@ class PoolCache(NamedTuple):
     """Name of the KV's dtype."""
     activation_bytes: int
     """Bytes of one number of a hidden state."""
-    weight_bytes: int
+    weight_bytes: float
     """Bytes of one number of the experts' weights."""
     draft: ModelConfig | None = None
     """Draft model of the pool, whose KV takes as many blocks."""
@@ -147,9 +156,9 @@ class PoolCache(NamedTuple):
         of_stage = dataclasses.replace(self.model, layers=self.model.layers[layers.start : layers.stop])
         return StageMemory(
             layers,
-            _num_weights(model, layers, self.model.num_layers) * self.weight_bytes,
+            int(_num_weights(model, layers, self.model.num_layers) * self.weight_bytes),
             self._groups(layers, num_blocks) if num_blocks else (),
-            model.num_expert_weights * self.weight_bytes,
+            int(model.num_expert_weights * self.weight_bytes),
             model.scratch_bytes(self.pool.tokens_per_step, self.activation_bytes),
             slots and slots * slot_bytes(of_stage, Shard(0, self.pool.tp), max_rank, self.activation_bytes),
         )

@@ -32,6 +32,7 @@ from disagg.cluster.config.memory import (
     check_fits,
     check_no_windows,
     check_tiers_hold,
+    expert_weight_bytes,
     memory_notes,
 )
 from disagg.cluster.config.model_pools import with_sizes
@@ -415,7 +416,6 @@ def plan_cluster(
             draft = _draft_of(name, pool, paths[key])
             if draft is not None:
                 check_kv_dtype(draft, kv_dtype, f"{pool_path(name)}.speculation.model: model.")
-            weight_dtype = dtype if options.quantization == "none" else "int8"
             tiers = worker_tiers(config, name, 0)
             caches.append(
                 PoolCache(
@@ -425,7 +425,7 @@ def plan_cluster(
                     stage_ranges(stage_ends(model, pool.pp)),
                     kv_dtype,
                     ELEMENT_BYTES[dtype],
-                    ELEMENT_BYTES[weight_dtype],
+                    expert_weight_bytes(model, options.quantization, dtype),
                     draft,
                     0 if tiers is None else tiers.host_bytes,
                     has_folder=tiers is not None and tiers.disk is not None,

@@ -22,8 +22,8 @@ class ExpertFloats:
         return not self._weights
 
     def put(self, part: Tensor, weight: Mxfp4Weight) -> None:
-        """Keep the weights [1, O, I] of one expert. `part` is what they would fill of a contiguous parameter, [1, I, O],
-        perhaps with O divided in two."""
+        """Keep the weights [1, O, I] of one expert. `part` is what they would fill of a contiguous parameter, [1, I, O]
+        or with O divided in two."""
         memory = part.untyped_storage()
         kept = self._weights.get(memory.data_ptr())
         if kept is None:

@@ -27,6 +27,8 @@ from disagg.proto.errors import ConfigError
 
 BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
+WEIGHT_BYTES = (BLOCK_BYTES + 1) / BLOCK
+"""Bytes of a weight, its share of a scale included; also of one that is computed as it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from disagg.engine.checkpoint.formats.mxfp4 import WEIGHT_BYTES
 from disagg.engine.checkpoint.formats.reader import TensorReader
 from disagg.engine.runner import loaded_weights
 from disagg.engine.runner.expert_floats import ExpertFloats
@@ -17,7 +18,7 @@ from disagg.engine.runner.model.parameters import ExpertsParameters
 from disagg.engine.runner.model_runner import TorchModelRunner
 from disagg.kernels import dispatch
 from disagg.kernels.cpu.linear import NativeExpertWeight
-from disagg.kernels.mxfp4 import WEIGHT_BYTES, Mxfp4Weight
+from disagg.kernels.mxfp4 import Mxfp4Weight
 from disagg.proto.errors import ConfigError
 from tests.support.quantized import quantize_checkpoint
 from tests.support.stepping import generate, make_runner, make_sequence

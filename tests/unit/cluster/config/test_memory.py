@@ -18,14 +18,18 @@ from disagg.engine.adapters.modules import slot_bytes
 from disagg.engine.cache_groups import PoolLimits, model_layout, window_pools
 from disagg.engine.checkpoint.checkpoint import read_model_config
 from disagg.engine.checkpoint.model_config import ExpertsConfig
-from disagg.engine.config import WorkerConfig
+from disagg.engine.config import WeightsSource, WorkerConfig
 from disagg.engine.runner.loaded_weights import load_weights
 from disagg.engine.runner.model.kv_cache import KvCache
+from disagg.engine.runner.model.parameters import ExpertsParameters
 from disagg.engine.sharding.model_shards import rank_model, with_whole_experts
 from disagg.engine.sharding.shards import Shard
 from disagg.engine.sharding.stages import layer_weights, stage_ends, stage_ranges
+from disagg.kernels.cpu.linear import NativeExpertWeight
+from disagg.kernels.experts import ExpertWeight
 from disagg.proto.errors import ConfigError
 from tests.support.pooled_models import BERT, write_json
+from tests.support.quantized import quantize_checkpoint
 from tests.support.tiny_models import make_checkpoint
 
 GIB = 1 << 30
@@ -235,6 +239,35 @@ def test_what_each_rank_has_of_experts_is_stated(
         f"pools.colocated: each rank has experts of {weights * weight_bytes / 2**20:.1f} MiB and "
         f"{rank.scratch_bytes(512, 2) / 2**20:.1f} MiB to compute them"
     )
+
+
+def test_experts_in_mxfp4_count_as_they_are_loaded(tmp_path: Path) -> None:
+    path = make_checkpoint("gpt_oss", tmp_path, dtype=torch.bfloat16)
+    quantize_checkpoint("mxfp4", path)
+    model, sizes = read_model_config(path), dict[str, float]()
+    for quantization in ("none", "stored"):
+        raw = {"mode": "colocated", "model": {"path": str(path), "quantization": quantization}}
+        (cache,) = plan_cluster(parse_config(raw), (0, 1)).memory
+        assert (
+            f"experts of {sizes.setdefault(quantization, loaded_experts(path, quantization)) / 2**20:.1f} MiB" in cache
+        )
+    assert sizes["none"] == model.num_expert_weights * 2
+    assert sizes["stored"] == model.num_expert_weights * 17 / 32
+
+
+def loaded_experts(path: Path, quantization: Any) -> int:
+    """Bytes of packed weights of experts."""
+    source = WeightsSource(str(path), "bfloat16", quantization, False)
+    layers = load_weights(source, read_model_config(path), torch.device("cpu")).parameters.layers
+    experts = [layer.ffn for layer in layers if isinstance(layer.ffn, ExpertsParameters)]
+    return sum(
+        each.nbytes for ffn in experts for each in (packed(ffn.gate_up_weight_L2IH), packed(ffn.down_weight_LHI))
+    )
+
+
+def packed(weight: ExpertWeight) -> torch.Tensor:
+    assert isinstance(weight, NativeExpertWeight)
+    return weight.packed
 
 
 def test_slots_of_adapters_count(checkpoint: Path) -> None:
