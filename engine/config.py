@@ -88,8 +88,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization = "none"
     """Quantization of the weights of linear layers and of the LM head, done at load: `int8` or `int4` (groups of 32
     inputs) for faster decoding on CPU, with dtype bfloat16; `fp8` on GPU. `stored` rounds nothing: weights that the
-    checkpoint has in groups of 4 or 8 bits stay so in memory, and results are those of `none`. `stored_sums` does the
-    same and multiplies them as sums of codes: quicker with few sequences, in other bits. See `check_quantization`."""
+    checkpoint has in groups of 4 or 8 bits, and experts in MXFP4, stay so in memory, and results are those of `none`.
+    `stored_sums` keeps the former and multiplies them as sums of codes: quicker with few sequences, in other bits. See
+    `check_quantization`."""
     share_weights: bool = False
     """Keep the packed weights once for all workers of a host, in a file of the cache folder that they map: less memory,
     and a quicker start of all but the first. Steps of few sequences take up to a tenth longer, because a file has small

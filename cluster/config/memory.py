@@ -31,8 +31,7 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def expert_weight_bytes(model: ModelConfig, quantization: Quantization, dtype: str) -> float:
-    """Bytes of one number of the experts' weights as workers load them; those that are no experts' have `dtype` wherever
-    these are in MXFP4."""
+    """Bytes of one number of the experts' weights as workers load them."""
     if quantization == "stored" and isinstance(model.weight_format, Mxfp4):
         return WEIGHT_BYTES
     return ELEMENT_BYTES["int8" if quantization in ("int8", "fp8") else dtype]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from disagg.engine.cache_groups import LayerKv, layer_windows, layout_of
+from disagg.engine.checkpoint.formats.mxfp4 import WEIGHT_BYTES
 from disagg.engine.checkpoint.model_config import DenseConfig, ExpertsConfig, LatentConfig, ModelConfig
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import KvLayout
@@ -15,6 +16,10 @@ _Number = TypeVar("_Number", int, float)
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Bytes of one number."""
+MXFP4 = "mxfp4"
+"""Dtype of experts only: beside them, matrices have the dtype of activations, in which experts are multiplied, too."""
+WEIGHT_DTYPE_BYTES = {**DTYPE_BYTES, MXFP4: WEIGHT_BYTES}
+"""Bytes of one weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,13 @@ class ModelShape:
         if self.experts is None:
             return self.matrix_parameters
         return self._matrix_parameters(self.experts.config.routing.distinct_experts(num_rows))
+
+    def read_expert_parameters(self, num_rows: float) -> float:
+        """The part of `read_parameters` that experts have."""
+        if self.experts is None:
+            return 0.0
+        routing = self.experts.config.routing
+        return self.expert_parameters * routing.distinct_experts(num_rows) / routing.num_experts
 
     def latent_matrices(self, latent: LatentConfig, num_heads: int) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of the products of a layer with latent attention, with so many of the heads."""

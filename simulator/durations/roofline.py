@@ -33,7 +33,7 @@ from disagg.engine.cache_groups import SCALE_BYTES
 from disagg.engine.checkpoint.model_config import ExpertsConfig
 from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.devices import Device
-from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
+from disagg.simulator.durations.model_shapes import DTYPE_BYTES, MXFP4, WEIGHT_DTYPE_BYTES, ModelShape
 from disagg.simulator.durations.perf_tables import (
     AttentionTime,
     Curve,
@@ -85,8 +85,8 @@ def check_parallelism(*, ep: int = 1) -> None:
 
 class RooflineStepTimes:
     """A worker of `tp` devices, each of which has whole experts where `ep` is true. `weight_dtype` is what weights are
-    stored in (`fp8` and `int8` halve what decode reads, and multiply at that dtype's rate), `kv_dtype` what keys and
-    values are.
+    stored in (`fp8` and `int8` halve what decode reads, and multiply at that dtype's rate; `mxfp4` is of experts, which
+    multiply at the rate of `dtype`), `kv_dtype` what keys and values are.
 
     Raises:
         ConfigError: the model cannot be divided so, or the device lacks the dtype.
@@ -111,6 +111,8 @@ class RooflineStepTimes:
         self._windows = Counter(model.windows)
         """Number of layers of each window, 0 for none; empty where no layer has one."""
         weight_dtype, kv_dtype = weight_dtype or dtype, kv_dtype or dtype
+        self._expert_bytes = WEIGHT_DTYPE_BYTES.get(weight_dtype, 0.0)
+        weight_dtype = dtype if weight_dtype == MXFP4 else weight_dtype
         for flag, name in (("--dtype", dtype), ("--weight-dtype", weight_dtype), ("--kv-dtype", kv_dtype)):
             if name not in DTYPE_BYTES:
                 raise ConfigError(f"{flag}: {name!r} is not known; there is {', '.join(DTYPE_BYTES)}")
@@ -211,10 +213,13 @@ class RooflineStepTimes:
     def _memory(self, efficiency: float) -> float:
         return self.device.memory_bandwidth * efficiency
 
-    def _gemm_s(self, m: float, n: float, k: float, num_weights: float = 1.0) -> float:
-        """Of m rows, each with one of so many weights."""
+    def _gemm_s(self, m: float, n: float, k: float) -> float:
+        return self._product_s(m, n, k, self._weight_bytes)
+
+    def _product_s(self, m: float, n: float, k: float, weight_bytes: float) -> float:
+        """Of m rows, each with one of several weights of n by k numbers. `weight_bytes`: of one number of all these."""
         kernels = self._kernels
-        num_bytes = self._weight_bytes * num_weights * n * k + self.activation_bytes * m * (n + k)
+        num_bytes = weight_bytes * n * k + self.activation_bytes * m * (n + k)
         return kernels.gemm_start_s + _overlapped(
             2.0 * m * n * k / (self._peak * kernels.gemm_compute),
             num_bytes / self._memory(kernels.gemm_memory),
@@ -244,7 +249,9 @@ class RooflineStepTimes:
             distinct = min(_of_busiest(distinct, self.tp, chosen), num_experts / self.tp)
         else:
             features /= self.tp
-        return self._gemm_s(rows, 2 * features, hidden, distinct) + self._gemm_s(rows, hidden, features, distinct)
+        weight_bytes = self._expert_bytes * distinct
+        gate_up = self._product_s(rows, 2 * features, hidden, weight_bytes)
+        return gate_up + self._product_s(rows, hidden, features, weight_bytes)
 
     def _corrected_gemm_s(self, m: int, gemm: _Gemm) -> float:
         seconds = self._gemm_s(m, gemm.n, gemm.k)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg.simulator.durations.devices import Device
-from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
+from disagg.simulator.durations.model_shapes import ModelShape
 from disagg.simulator.plan.memory import BF16, Precision
 
 MAX_BATCH = 1 << 20
@@ -25,7 +25,7 @@ def matrix_parameters(model: ModelShape) -> int:
 def _weight_bytes(model: ModelShape, rows: float, precision: Precision) -> float:
     """Bytes of the matrices that a step of so many rows reads."""
     parameters = model.read_parameters(rows) + model.vocab_size * model.hidden_size
-    return parameters * DTYPE_BYTES[precision.weight_dtype]
+    return precision.matrix_bytes(parameters, model.read_expert_parameters(rows))
 
 
 def attention_flops(model: ModelShape, pairs: float) -> float:
@@ -81,7 +81,7 @@ def prefill_intensity(model: ModelShape, tokens: int, precision: Precision = BF1
 def critical_batch(model: ModelShape, device: Device, context: float, precision: Precision = BF16) -> int | None:
     """The least batch size from which on decode is limited by arithmetic; None where it is limited by memory at any
     batch size, because of the KV."""
-    ridge = device.ridge(precision.weight_dtype)
+    ridge = device.ridge(precision.matrix_dtype)
     if decode_intensity(model, MAX_BATCH, context, precision) < ridge:
         return None
     low, high = 0, MAX_BATCH  # intensity grows with the batch
@@ -96,7 +96,7 @@ def critical_batch(model: ModelShape, device: Device, context: float, precision:
 
 def critical_prompt(model: ModelShape, device: Device, precision: Precision = BF16) -> int:
     """The shortest prompt, in tokens, that is limited by arithmetic."""
-    ridge = device.ridge(precision.weight_dtype)
+    ridge = device.ridge(precision.matrix_dtype)
     tokens = 1
     while tokens < MAX_BATCH and prefill_intensity(model, tokens, precision) < ridge:
         tokens += 1

@@ -10,7 +10,7 @@ from disagg.engine.config import max_prompt_steps
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import CacheGroup, KvLayout
 from disagg.simulator.durations.devices import Device
-from disagg.simulator.durations.model_shapes import DTYPE_BYTES, ModelShape
+from disagg.simulator.durations.model_shapes import DTYPE_BYTES, MXFP4, WEIGHT_DTYPE_BYTES, ModelShape
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.stages import stage_layers, stage_shapes
 
@@ -35,8 +35,19 @@ class Precision:
 
     dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
-    """Dtype of the matrices, including the LM head; embedding and norms have `dtype`."""
+    """Dtype of the matrices, including the LM head; embedding and norms have `dtype`. `mxfp4` is that of experts alone,
+    beside which other matrices have `dtype`."""
     kv_dtype: str = "bfloat16"
+
+    @property
+    def matrix_dtype(self) -> str:
+        """Dtype of the matrices beside experts, and of all products."""
+        return self.dtype if self.weight_dtype == MXFP4 else self.weight_dtype
+
+    def matrix_bytes(self, num_weights: float, of_experts: float) -> float:
+        """Bytes of so many weights of matrices, a part of which are of experts."""
+        others = (num_weights - of_experts) * DTYPE_BYTES[self.matrix_dtype]
+        return others + of_experts * WEIGHT_DTYPE_BYTES[self.weight_dtype]
 
 
 BF16 = Precision()
@@ -97,9 +108,9 @@ def weight_bytes(model: ModelShape, precision: Precision = BF16) -> float:
     head = model.vocab_size * model.hidden_size
     matrices = model.matrix_parameters + head
     others = model.num_parameters - matrices
-    if model.tied_embeddings and precision.weight_dtype != precision.dtype:
+    if model.tied_embeddings and precision.matrix_dtype != precision.dtype:
         others += head  # a copy of the embedding in the other dtype
-    return matrices * DTYPE_BYTES[precision.weight_dtype] + others * DTYPE_BYTES[precision.dtype]
+    return precision.matrix_bytes(matrices, model.expert_parameters) + others * DTYPE_BYTES[precision.dtype]
 
 
 def worker_memory(
@@ -135,7 +146,7 @@ def worker_memory(
                 weight_bytes=weights,
                 kv_bytes=kv_bytes,
                 kv_bytes_per_token=sum(token_bytes),
-                expert_bytes=part.expert_parameters * DTYPE_BYTES[precision.weight_dtype] / tp,
+                expert_bytes=part.expert_parameters * WEIGHT_DTYPE_BYTES[precision.weight_dtype] / tp,
                 scratch_bytes=scratch,
                 groups=_groups(layout, token_bytes, kv_bytes, under_way),
             )
@@ -152,12 +163,12 @@ def _stage_weight_bytes(model: ModelShape, part: ModelShape, stage: int, pp: int
     vectors = part.num_parameters - part.matrix_parameters - embedding * (1 if model.tied_embeddings else 2)
     if stage < pp - 1:
         vectors -= model.hidden_size  # the final norm
-    dtype_bytes, weight_dtype_bytes = DTYPE_BYTES[precision.dtype], DTYPE_BYTES[precision.weight_dtype]
-    found = part.matrix_parameters * weight_dtype_bytes + vectors * dtype_bytes
+    dtype_bytes = DTYPE_BYTES[precision.dtype]
+    found = precision.matrix_bytes(part.matrix_parameters, part.expert_parameters) + vectors * dtype_bytes
     if stage == 0:
         found += embedding * dtype_bytes
     if stage == pp - 1:
-        found += embedding * weight_dtype_bytes
+        found += embedding * DTYPE_BYTES[precision.matrix_dtype]
     return found
 
 

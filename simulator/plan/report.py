@@ -98,7 +98,7 @@ def facts_of(planner: Planner) -> Facts:
         parameters=model.num_parameters,
         weight_bytes=weight_bytes(model, precision),
         kv_bytes_per_token=model.kv_bytes_per_token(precision.kv_dtype),
-        ridge=device.ridge(precision.weight_dtype),
+        ridge=device.ridge(precision.matrix_dtype),
         prefill_intensity=prefill_intensity(model, prompt, precision),
         critical_prompt=critical_prompt(model, device, precision),
         decode_intensity=decode_intensity(model, 1, context, precision),

@@ -124,7 +124,9 @@ def plan(
     max_gpus: Annotated[int, typer.Option("--max-gpus", help="Devices at most.", min=1, max=4096)] = 64,
     price: Annotated[float | None, typer.Option("--price", help="Of a device, per hour, in any currency.")] = None,
     dtype: Annotated[str, typer.Option(help="Of activations: bfloat16, float16 or float32.")] = "bfloat16",
-    weight_dtype: Annotated[str | None, typer.Option(help="Of the matrices: also fp8 or int8.")] = None,
+    weight_dtype: Annotated[
+        str | None, typer.Option(help="Of the matrices: also fp8 or int8; of experts on a CPU also mxfp4.")
+    ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: also fp8 or int8.")] = None,
     perf_tables: Annotated[
         Path | None, typer.Option(help="Folder of measured kernel times (parquet; needs the extra `plan`).")

@@ -25,7 +25,7 @@ from disagg.proto.errors import ConfigError
 from disagg.simulator.durations.calibration_file import StepRecording
 from disagg.simulator.durations.devices import Device, find_device
 from disagg.simulator.durations.fitted import fit
-from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ModelShape, known_shape, shape_of
+from disagg.simulator.durations.model_shapes import MODEL_SHAPES, MXFP4, ModelShape, known_shape, shape_of
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.perf_tables import PerfTables
 from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
@@ -179,10 +179,14 @@ def site_of(options: PlanOptions) -> tuple[Site, str]:
     )
     if precision.weight_dtype == "fp8" and model.experts is not None:
         raise ConfigError(f"--weight-dtype: fp8 is not supported for experts, which {model.name} has")
+    if precision.weight_dtype == MXFP4 and (model.experts is None or device.max_tp > 1):
+        raise ConfigError(f"--weight-dtype: mxfp4 is for experts on a CPU, not for {model.name} on {device.name}")
     tps = tuple(widths(model, device)) if options.tp is None else numbers_of(options.tp, "--tp")
     for tp in tps:
         if not expert_choices(model, tp):
             model.check_tp(tp)
+    if precision.weight_dtype == MXFP4 and tps != (1,):
+        raise ConfigError("--tp: --weight-dtype mxfp4 is for workers of one rank")
     pps = _stages(options, model, device)
     times_of, source = _times(options, model, device, precision, tps)
     budgets = CPU_BUDGETS if device.max_tp == 1 else GPU_BUDGETS
@@ -213,8 +217,11 @@ def site_of(options: PlanOptions) -> tuple[Site, str]:
 def _stages(options: PlanOptions, model: ModelShape, device: Device) -> tuple[int, ...]:
     """The numbers of stages that may be used. Raises `ConfigError`."""
     if options.pp is None:
-        return (1,) if options.step_times is not None else tuple(stage_counts(model, device))
+        is_one = options.step_times is not None or options.weight_dtype == MXFP4
+        return (1,) if is_one else tuple(stage_counts(model, device))
     pps = numbers_of(options.pp, "--pp")
+    if options.weight_dtype == MXFP4 and pps != (1,):
+        raise ConfigError("--pp: --weight-dtype mxfp4 is for workers of one stage")
     if options.step_times is not None and pps != (1,):
         raise ConfigError("--pp: --step-times was measured with one stage; leave one of them out")
     for pp in pps:

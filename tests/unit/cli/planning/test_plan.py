@@ -148,6 +148,34 @@ def test_the_pools_of_windows_and_what_experts_take_are_said(tmp_path: Path) -> 
         output(options(model=str(folder), device="h100", weight_dtype="fp8"))
 
 
+def test_experts_in_mxfp4_are_counted_as_they_are_loaded(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path / "oss")
+    experts, found = 3 * 3 * 8 * 64 * 96, dict[str, Any]()
+    given: dict[str, Any] = {
+        "model": str(folder),
+        "device": "cpu-core",
+        "tp": None,
+        "prompt_tokens": 100,
+        "output_tokens": 20,
+    }
+    for dtype in ("bfloat16", "mxfp4"):
+        file = tmp_path / f"{dtype}.json"
+        assert output(options(**given, weight_dtype=dtype, json=file))[0] == 0
+        found[dtype] = json.loads(file.read_text())["facts"]
+    assert found["bfloat16"]["weight_bytes"] - found["mxfp4"]["weight_bytes"] == experts * (2 - 17 / 32)
+    (plain,), (own,) = (each["widths"] for each in found.values())
+    assert (plain["memory"]["expert_bytes"], own["memory"]["expert_bytes"]) == (experts * 2, experts * 17 / 32)
+    assert found["mxfp4"]["ridge"] == found["bfloat16"]["ridge"]
+    for changes, message in (
+        ({"device": "h100"}, "--weight-dtype: mxfp4 is for experts on a CPU, not for oss on h100"),
+        ({"model": "smollm2-135m"}, "--weight-dtype: mxfp4 is for experts on a CPU, not for smollm2-135m on cpu-core"),
+        ({"tp": "2"}, "--tp: --weight-dtype mxfp4 is for workers of one rank"),
+        ({"pp": "2"}, "--pp: --weight-dtype mxfp4 is for workers of one stage"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}$"):
+            output(options(**{**given, "weight_dtype": "mxfp4", **changes}))
+
+
 def test_everything_is_drawn_as_a_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     output(options(rate=2.0, ttft_ms=500.0, tpot_ms=30.0, simulate=False, html=file))

@@ -12,8 +12,8 @@ from disagg.kernels.routing import Routing, scratch_bytes
 from disagg.simulator.durations.devices import H100
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ExpertsShape
 from disagg.simulator.durations.roofline import RooflineStepTimes
-from disagg.simulator.plan.intensity import attention_flops, decode_flops, prefill_flops
-from disagg.simulator.plan.memory import weight_bytes, worker_memory
+from disagg.simulator.plan.intensity import attention_flops, decode_flops, decode_intensity, prefill_flops
+from disagg.simulator.plan.memory import Precision, weight_bytes, worker_memory
 from disagg.step_times.interface import StepWork
 
 DENSE = MODEL_SHAPES["llama-3.1-8b"]
@@ -53,6 +53,20 @@ def test_experts_take_weights_and_scratch_memory() -> None:
     assert memory.kv_bytes == 0.9 * 80e9 - weight_bytes(EXPERTS) / 2 - 2e9 - memory.scratch_bytes
     assert (plain.expert_bytes, plain.scratch_bytes) == (0, 0)
     assert EXPERTS.expert_share == 1 / 8
+
+
+def test_experts_in_mxfp4_take_and_read_fewer_bytes() -> None:
+    """17 bytes for 32 weights; what is multiplied has the dtype of activations."""
+    mxfp4, of_experts = Precision(weight_dtype="mxfp4"), 32 * 16 * 3 * 4096 * 1024
+    assert weight_bytes(EXPERTS) - weight_bytes(EXPERTS, mxfp4) == of_experts * (2 - 17 / 32)
+    assert worker_memory(EXPERTS, H100, precision=mxfp4, limits=LIMITS).expert_bytes == of_experts * 17 / 32
+    saved = of_experts / 8 * (2 - 17 / 32)
+    matrices = 2 * (EXPERTS.active_parameters + EXPERTS.vocab_size * EXPERTS.hidden_size)
+    intensity = decode_flops(EXPERTS, 1, 0.0) / (matrices - saved)
+    assert decode_intensity(EXPERTS, 1, 0.0, mxfp4) == pytest.approx(intensity)
+    work = StepWork(0, 0, 1, 1)
+    plain, few = (RooflineStepTimes(EXPERTS, H100, weight_dtype=each).step_s(work) for each in ("bfloat16", "mxfp4"))
+    assert plain - few == pytest.approx(saved / (H100.memory_bandwidth * H100.kernels.gemm_memory), rel=0.1)
 
 
 def test_attention_ends_at_the_window() -> None:
