@@ -165,8 +165,8 @@ def in_both_forms(routing: Routing, hidden: int, inner: int) -> dict[str, Layer]
 
 
 def mxfp4_beside_bf16(options: argparse.Namespace) -> dict[str, Any]:
-    """Size of the layer in both forms, medians of calls in turns, and of bf16's time over that of MXFP4 in the same turn,
-    beside which stands that of the quickest calls of each."""
+    """Size of the layer in both forms, medians of calls in turns, and bf16's time over that of MXFP4: the median of the
+    turns, and that of the quickest calls of each."""
     dispatch.set_num_threads(options.threads)
     routing = Routing(num_experts=options.experts, top_k=options.top_k, score="softmax_of_top")
     layers = in_both_forms(routing, options.hidden, options.inner)

@@ -95,13 +95,20 @@ void fma_tile_of_codes(const WideRows& x, const char* panel, int64_t column, flo
     for (int r = 0; r < ROWS; ++r) rows[r] = x.at + r * x.stride;
     for (int64_t k = 0; k < 2 * x.num_pairs; k += GROUP, panel += CODES::BYTES) {
         if constexpr (std::is_same_v<CODES, Floats4>) {
-            FloatGroup<VECS>(panel, column).each_pair([&](int v, int64_t i, vr weight, vr next) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) {
-                    acc[r][v] = fma(splat_register(rows[r][k + i]), weight, acc[r][v]);
-                    acc[r][v] = fma(splat_register(rows[r][k + i + 1]), next, acc[r][v]);
-                }
-            });
+            const FloatGroup<VECS> group(panel, column);
+            if constexpr (ROWS == 1) {
+                group.each_pair([&](int v, int64_t i, vr weight, vr next) __attribute__((always_inline)) {
+                    acc[0][v] = fma(splat_register(rows[0][k + i]), weight, acc[0][v]);
+                    acc[0][v] = fma(splat_register(rows[0][k + i + 1]), next, acc[0][v]);
+                });
+            } else {  // weights go through memory: making them takes the registers of the sums
+                vr weights[GROUP][VECS];
+                group.each_pair([&](int v, int64_t i, vr weight, vr next) __attribute__((always_inline)) {
+                    weights[i][v] = weight;
+                    weights[i + 1][v] = next;
+                });
+                for (int64_t i = 0; i < GROUP; ++i) add_input(acc, rows, k + i, [&](int v) { return weights[i][v]; });
+            }
         } else {
             WideGroup<CODES, VECS>(panel, column).each([&](int64_t i, auto weight) __attribute__((always_inline)) {
                 add_input(acc, rows, k + i, weight);
