@@ -181,6 +181,7 @@ class NativeLinear:
         """Codes of two inputs a byte, in the order in which they are packed, [O / 32, I / 32, bytes]."""
         panels = _columns(code_OB)
         P, G = panels.shape[0], panels.shape[2] // GROUP_BYTES
+        order: tuple[int, ...]
         if self._code_pairs:
             first, second = panels.view(P, COLUMNS, G, 2, 4, 2).unbind(5)
             order = (0, 2, 3, 1, 5, 4)

@@ -166,10 +166,10 @@ def test_experts_lie_where_their_parameter_would(original: Path) -> None:
         for _ in range(2)
     ]
     kept = ExpertFloats()
-    assert kept.are_none
+    are_none = [kept.are_none]
     for index, weight in enumerate(weights):
         kept.put(view_LHI2[index : index + 1], weight)
-    assert not kept.are_none
+    assert [*are_none, kept.are_none] == [True, False]
     found = kept.take(parameter)
     assert found is not None
     order = [0, 2, 4, 1, 3, 5]
