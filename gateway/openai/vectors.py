@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import math
-import operator
 import sys
 from array import array
 from collections.abc import Sequence
@@ -264,12 +263,22 @@ def embeddings_json(head: Head, vectors: Sequence[bytes], encoding_format: str) 
     )
 
 
-def scores_of(wanted: Wanted, vectors: Sequence[bytes]) -> list[float]:
-    """A score of each pair."""
+def scores_of(wanted: Wanted, vectors: Sequence[bytes]) -> Cooperative[list[float]]:
+    """A score of each pair. Yields between pieces of work."""
     if not wanted.pairs:
         return [_numbers(vector)[0] for vector in vectors]
-    numbers = [_numbers(vector) for vector in vectors]
-    return [_cosine(numbers[first], numbers[second]) for first, second in wanted.pairs]
+    numbers: list[array[float]] = []
+    lengths: list[float] = []
+    for vector in vectors:
+        yield
+        numbers.append(_numbers(vector))
+        lengths.append(math.hypot(*numbers[-1]))
+    scores: list[float] = []
+    for first, second in wanted.pairs:
+        yield
+        distance = math.dist(numbers[first], numbers[second])
+        scores.append(_cosine(lengths[first], lengths[second], distance))
+    return scores
 
 
 def score_json(head: Head, scores: Sequence[float]) -> bytes:
@@ -313,10 +322,9 @@ def _numbers(vector: bytes) -> array[float]:
     return numbers
 
 
-def _cosine(first: array[float], second: array[float]) -> float:
-    length = math.sqrt(_product(first, first) * _product(second, second))
-    return _product(first, second) / length if length else 0.0
-
-
-def _product(first: array[float], second: array[float]) -> float:
-    return math.fsum(map(operator.mul, first, second))
+def _cosine(first: float, second: float, distance: float) -> float:
+    """Of two vectors by their lengths and their distance, which take a fraction of the time of a product of
+    vectors; 0 where one has no length."""
+    if not first or not second:
+        return 0.0
+    return (first / second + second / first - distance / first * (distance / second)) / 2

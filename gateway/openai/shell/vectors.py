@@ -79,7 +79,7 @@ class Vectors:
         wanted = wanted_pairs(pairs, info)
         pooling, truncated = pooling_of(info), pairs.truncate_prompt_tokens
         head, vectors = await self._computed(exchange, scope, times, wanted, pooling, truncated)
-        return head, scores_of(wanted, vectors)
+        return head, await run_cooperatively(scores_of(wanted, vectors))
 
     async def _computed(
         self,

@@ -295,6 +295,29 @@ async def test_pairs_have_scores(embedder: ServedModel, path: str) -> None:
     assert [each["score"] for each in reply.json()["data"]] == [pytest.approx(1.0)] * 2
 
 
+def test_scores_of_many_long_vectors_leave_time_to_others() -> None:
+    numbers = [[float(k % 7 + i) for k in range(64)] for i in range(5)]
+    pairs = ((0, 1), (0, 2), (3, 3), (3, 4))
+    wanted = vectors_module.Wanted(prompts=(), names=(), pairs=pairs)
+    work = vectors_module.scores_of(wanted, [struct.pack("<64f", *each) for each in [*numbers[:4], [0.0] * 64]])
+    pieces = 0
+    try:
+        while True:
+            next(work)
+            pieces += 1
+    except StopIteration as end:
+        scores = end.value
+    assert pieces == 5 + len(pairs)  # one for each vector and each pair
+    expected = [
+        sum(a * b for a, b in zip(numbers[i], numbers[j], strict=True))
+        / math.hypot(*numbers[i])
+        / math.hypot(*numbers[j])
+        for i, j in pairs[:2]
+    ]
+    assert scores[:2] == pytest.approx(expected, rel=1e-12)
+    assert scores[2:] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
