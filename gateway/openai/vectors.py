@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from typing_extensions import override
 
 from disagg.gateway.openai.schema import EmbeddingBody, RerankBody, ScoreBody
 from disagg.gateway.openai.to_input import FieldNames
@@ -60,6 +61,14 @@ class Wanted:
             )
             for prompt in self.prompts
         )
+
+
+class _PairNames(FieldNames):
+    """Of a chat that is made of a pair of texts: a client knows nothing of its messages."""
+
+    @override
+    def name(self, field: str) -> str:
+        return self.prompt if field.startswith("chat") else FieldNames.name(self, field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +206,7 @@ def wanted_pairs(pairs: Pairs, info: PoolingInfo) -> Wanted:
             for first, second in zip(firsts, pairs.seconds, strict=True)
         )
         fields = [_item(pairs.second_field, number) for number in range(count)]
-        return Wanted(prompts=prompts, names=_names(fields))
+        return Wanted(prompts=prompts, names=tuple(_PairNames(field, "logprobs") for field in fields))
     num_firsts = len(pairs.firsts)
     fields = [_item(pairs.first_field, number) for number in range(num_firsts)]
     fields += [_item(pairs.second_field, number) for number in range(count)]

@@ -63,6 +63,7 @@ class Tokenizer:
         nonce: str = "",
         tool_parser: ToolParserName = "auto",
         reasoning_parser: ReasoningParserName = "auto",
+        has_answers: bool = True,
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training run.
         backend.no_truncation()
@@ -72,6 +73,8 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._template = template
+        self._answer_tokens = int(has_answers)
+        """Tokens of the context that no prompt has."""
         self.tool_format: ToolFormat = "hermes" if template is None else template.tool_format
         """How the model writes calls of tools."""
         if tool_parser != "auto":
@@ -98,7 +101,7 @@ class Tokenizer:
         Special tokens that are spelled out in the text become their ids.
 
         Args:
-            max_tokens: of a prompt: one less than the context has.
+            max_tokens: of a prompt: one less than the context has, but for a model without answers.
 
         Raises:
             ContextLengthError: naming `prompt.text`, where it is soon seen that there are more than `max_tokens`.
@@ -136,7 +139,9 @@ class Tokenizer:
         """Raises `ContextLengthError` naming `field` if text of this size is always more than `max_tokens`."""
         if self.max_bytes_per_token is not None and num_bytes > max_tokens * self.max_bytes_per_token:
             raise ContextLengthError.too_long(
-                field, max_tokens + 1, f"the prompt has {num_bytes} bytes, which are more than {max_tokens} tokens"
+                field,
+                max_tokens + self._answer_tokens,
+                f"the prompt has {num_bytes} bytes, which are more than {max_tokens} tokens",
             )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -163,7 +168,7 @@ class Tokenizer:
             if self._num_tokens(text[:num_chars]) > 2 * max_tokens:
                 raise ContextLengthError.too_long(
                     field,
-                    max_tokens + 1,
+                    max_tokens + self._answer_tokens,
                     f"the first {num_chars} of {len(text)} characters are more than {2 * max_tokens} tokens",
                 )
             num_chars *= 4
@@ -178,7 +183,9 @@ class Tokenizer:
         encoding = self.backend.encode_batch_fast([text], add_special_tokens=special)[0]
         if max_tokens is not None and len(encoding) > 2 * max_tokens:
             raise ContextLengthError.too_long(
-                field, max_tokens + 1, f"the prompt is too long: {len(encoding)} tokens > {max_tokens} maximum"
+                field,
+                max_tokens + self._answer_tokens,
+                f"the prompt is too long: {len(encoding)} tokens > {max_tokens} maximum",
             )
         return list(encoding.ids)
 
@@ -241,6 +248,7 @@ def load_model(
         nonce=nonce,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        has_answers=pooling is None,
     )
     return ServedModel(info, tokenizer, source, special_tokens)
 

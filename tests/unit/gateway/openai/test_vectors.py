@@ -344,3 +344,16 @@ async def test_a_rerankers_prompt_is_not_cut(reranker: ServedModel) -> None:
     app = app_of(reranker)
     reply = await post(app, "/rerank", query="a", documents=["b"], truncate_prompt_tokens=20)
     assert error_of(reply)[:2] == (400, "truncate_prompt_tokens")
+
+
+@pytest.mark.parametrize("length", [400, 3000])  # fewer than twice the tokens that fit, and more
+async def test_a_pair_that_is_too_long_is_named_by_its_second_text(reranker: ServedModel, length: int) -> None:
+    app, text = app_of(reranker), "a" * length
+    for path, body, field in (
+        ("/rerank", {"query": "a", "documents": ["b", text]}, "documents[1]"),
+        ("/score", {"text_1": "a", "text_2": ["b", text]}, "text_2[1]"),
+        ("/score", {"text_1": text, "text_2": "b"}, "text_2"),
+    ):
+        reply = await post(app, path, **body)
+        assert error_of(reply) == (400, field, "context_length_exceeded")
+        assert "maximum context length is 512 tokens." in reply.json()["error"]["message"]
