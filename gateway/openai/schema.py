@@ -170,6 +170,16 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: Integer | None = None
     truncate_prompt_tokens: Integer | None = None
 
+    # Not supported: these are of vLLM, and change vectors.
+    messages: msgspec.Raw = ABSENT
+    add_special_tokens: msgspec.Raw = ABSENT
+    truncation_side: msgspec.Raw = ABSENT
+    normalize: msgspec.Raw = ABSENT
+    use_activation: msgspec.Raw = ABSENT
+    """A later name of `normalize`."""
+    embed_dtype: msgspec.Raw = ABSENT
+    endianness: msgspec.Raw = ABSENT
+
 
 class TextDocument(msgspec.Struct, frozen=True):
     """A document of a rerank."""
@@ -190,6 +200,14 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
     """What a document must do to be relevant, for models whose prompt has a place for it."""
     truncate_prompt_tokens: Integer | None = None
 
+    # Not supported: these are of vLLM, Cohere and Jina, and change scores.
+    truncation_side: msgspec.Raw = ABSENT
+    use_activation: msgspec.Raw = ABSENT
+    activation: msgspec.Raw = ABSENT
+    max_tokens_per_doc: msgspec.Raw = ABSENT
+    max_chunks_per_doc: msgspec.Raw = ABSENT
+    rank_fields: msgspec.Raw = ABSENT
+
 
 class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/score`: of each pair of texts; one `text_1` is paired with each `text_2`."""
@@ -199,6 +217,12 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     text_2: str | list[str]
     instruction: str | None = None
     truncate_prompt_tokens: Integer | None = None
+
+    # Not supported: these are of vLLM, and change scores.
+    truncation_side: msgspec.Raw = ABSENT
+    use_activation: msgspec.Raw = ABSENT
+    activation: msgspec.Raw = ABSENT
+    max_tokens_per_doc: msgspec.Raw = ABSENT
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,13 +51,14 @@ _MAX_BIASES_BYTES: Final = 64 << 10
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 _MAX_SMALL_BYTES: Final = 64
 """Largest size of the JSON of a field that is accepted only with a value that changes nothing."""
-_NEVER: Final[tuple[Any, ...]] = (None,)
+NEVER: Final[tuple[Any, ...]] = (None,)
+"""Values of a field that always means something."""
 HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "json_schema": _NEVER,
-    "regex": _NEVER,
-    "ebnf": _NEVER,
+    "json_schema": NEVER,
+    "regex": NEVER,
+    "ebnf": NEVER,
     "use_beam_search": (None, False),
-    "allowed_token_ids": _NEVER,
+    "allowed_token_ids": NEVER,
     "bad_words": (None, []),
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
@@ -66,10 +67,10 @@ HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
-    "audio": _NEVER,
-    "chat_template": _NEVER,
+    "audio": NEVER,
+    "chat_template": NEVER,
     "suffix": (None, ""),
-    "prompt_embeds": _NEVER,
+    "prompt_embeds": NEVER,
 }
 """Fields that are not supported, with the values that mean nothing."""
 HARMLESS_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {"echo": (None, False)}
@@ -139,8 +140,8 @@ class ParsedCall:
 
 def read_chat(body: ChatBody) -> Cooperative[ParsedCall]:
     """A conversation. Yields between pieces of work. Raises `InvalidRequestError`."""
-    _refuse_unsupported(body, HARMLESS)
-    _refuse_unsupported(body, HARMLESS_IN_CHAT)
+    refuse_unsupported(body, HARMLESS)
+    refuse_unsupported(body, HARMLESS_IN_CHAT)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -167,7 +168,7 @@ def read_chat(body: ChatBody) -> Cooperative[ParsedCall]:
 
 def read_completion(body: CompletionBody) -> Cooperative[ParsedCall]:
     """One prompt or several. Yields between pieces of work. Raises `InvalidRequestError`."""
-    _refuse_unsupported(body, HARMLESS)
+    refuse_unsupported(body, HARMLESS)
     best_of = _read_best_of(body)
     if body.echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError("echo", "with truncate_prompt_tokens is not supported")
@@ -384,7 +385,8 @@ def _names(
     return FieldNames(prompt, logprobs, max_tokens, "stop" if isinstance(body.stop, str) else "")
 
 
-def _refuse_unsupported(body: GenerationBody, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: msgspec.Struct, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises `InvalidRequestError` for a field of `harmless` that has another value than those that mean nothing."""
     for name, values in harmless.items():
         if (given := small_value(getattr(body, name, None))) is not None and given not in values:
             raise InvalidRequestError(name, "this is not supported yet")

@@ -13,7 +13,7 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from disagg.gateway.openai.schema import EmbeddingBody, RerankBody, ScoreBody
-from disagg.gateway.openai.to_input import FieldNames
+from disagg.gateway.openai.to_input import NEVER, FieldNames, refuse_unsupported
 from disagg.gateway.requests.part_counts import Cooperative
 from disagg.gateway.requests.request import ChatPrompt, GenerationInput, IdsPrompt, Prompt, TextPrompt
 from disagg.gateway.requests.values import check_int
@@ -35,6 +35,24 @@ MAX_TEXTS: Final = 2048
 MAX_NUMBERS: Final = 1 << 20
 """Most numbers of all vectors of a call: up to 25 MB as text."""
 FORMATS: Final = ("float", "base64")
+HARMLESS_IN_EMBEDDINGS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "messages": NEVER,
+    "add_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+}
+HARMLESS_IN_PAIRS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "truncation_side": (None, "left"),
+    "use_activation": (None, True),
+    "activation": (None, True),
+    "max_tokens_per_doc": NEVER,
+    "max_chunks_per_doc": NEVER,
+    "rank_fields": (None, ["text"]),
+}
+"""Fields that are not supported, with the values that mean nothing."""
+NORMALIZING: Final = ("normalize", "use_activation")
+"""Fields of embeddings that may only say what the model does anyway."""
 _JSON: Final = msgspec.json.Encoder()
 _OTHER_DIMENSIONS: Final = "the model does not support other dimensions than its own {own}: it was not trained for them"
 
@@ -93,6 +111,7 @@ def read_embeddings(body: EmbeddingBody) -> Cooperative[Wanted]:
     """The prompts of a body. Yields between pieces of work. Raises `InvalidRequestError`."""
     yield from ()
     given = body.input
+    refuse_unsupported(body, HARMLESS_IN_EMBEDDINGS)
     _check_format(body.encoding_format)
     if isinstance(given, str):
         prompts: list[Prompt] = [TextPrompt(given)]
@@ -116,6 +135,7 @@ def read_embeddings(body: EmbeddingBody) -> Cooperative[Wanted]:
 def read_rerank(body: RerankBody) -> Cooperative[Pairs]:
     """The query with each document. Yields between pieces of work. Raises `InvalidRequestError`."""
     yield from ()
+    refuse_unsupported(body, HARMLESS_IN_PAIRS)
     if not body.documents:
         raise InvalidRequestError("documents", "must not be empty")
     _check_number(len(body.documents), "documents")
@@ -130,6 +150,7 @@ def read_rerank(body: RerankBody) -> Cooperative[Pairs]:
 def read_score(body: ScoreBody) -> Cooperative[Pairs]:
     """The pairs of a body. Yields between pieces of work. Raises `InvalidRequestError`."""
     yield from ()
+    refuse_unsupported(body, HARMLESS_IN_PAIRS)
     firsts = (body.text_1,) if isinstance(body.text_1, str) else tuple(body.text_1)
     seconds = (body.text_2,) if isinstance(body.text_2, str) else tuple(body.text_2)
     for texts, field in ((firsts, "text_1"), (seconds, "text_2")):
@@ -168,6 +189,11 @@ def _pairs(
             if not text:
                 raise InvalidRequestError(_item(field, number), "must not be empty")
     return found
+
+
+def check_normalizing(body: EmbeddingBody, info: PoolingInfo) -> None:
+    """Raises `InvalidRequestError` for a body that wants vectors of another length than the model's."""
+    refuse_unsupported(body, dict.fromkeys(NORMALIZING, (None, info.normalize)))
 
 
 def pooling_of(info: PoolingInfo, dimensions: int | None = None, *, num_texts: int = 1) -> Pooling:

@@ -24,7 +24,7 @@ from disagg.gateway.openai.structured import NamedSchema, ResponseFormat, Struct
 from disagg.gateway.openai.template_options import EFFORTS
 from disagg.gateway.openai.to_input import HARMLESS, HARMLESS_IN_CHAT
 from disagg.gateway.openai.tools import Call, CalledFunction, NamedChoice, NamedFunction, OfferedFunction, Tool
-from disagg.gateway.openai.vectors import FORMATS
+from disagg.gateway.openai.vectors import FORMATS, HARMLESS_IN_EMBEDDINGS, HARMLESS_IN_PAIRS, NORMALIZING
 from disagg.gateway.openapi.shapes import Shapes
 from disagg.gateway.other_apis.messages import schema as messages
 from disagg.gateway.other_apis.messages.to_input import HARMLESS as HARMLESS_IN_MESSAGES
@@ -113,6 +113,10 @@ _RESPONSES: Final[Mapping[str, Any]] = {
     "metadata": dict[str, str] | None,
     **{name: _only(values) for name, values in HARMLESS_IN_RESPONSES.items()},
 }
+_PAIRS: Final = {
+    "truncate_prompt_tokens": _from(-1),
+    **{name: _only(values) for name, values in HARMLESS_IN_PAIRS.items()},
+}
 _REFUSED: Final = {name: _only(values) for name, values in HARMLESS.items()}
 _BY_BODY: Final[Mapping[type[msgspec.Struct], Mapping[str, Any]]] = {
     ChatBody: {
@@ -127,9 +131,11 @@ _BY_BODY: Final[Mapping[type[msgspec.Struct], Mapping[str, Any]]] = {
         "encoding_format": one_of(FORMATS) | None,
         "dimensions": _from(1),
         "truncate_prompt_tokens": _from(-1),
+        **{name: _only(values) for name, values in HARMLESS_IN_EMBEDDINGS.items()},
+        **dict.fromkeys(NORMALIZING, _only([True, False])),
     },
-    RerankBody: {"top_n": _from(0), "truncate_prompt_tokens": _from(-1)},
-    ScoreBody: {"truncate_prompt_tokens": _from(-1)},
+    RerankBody: {"top_n": _from(0), **_PAIRS},
+    ScoreBody: _PAIRS,
     Message: {
         "role": one_of((*ROLES, "developer", "tool")),
         "tool_calls": list[Call] | None,

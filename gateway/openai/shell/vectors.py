@@ -16,6 +16,7 @@ from disagg.gateway.openai.vectors import (
     Head,
     Pairs,
     Wanted,
+    check_normalizing,
     embeddings_json,
     pooling_of,
     read_embeddings,
@@ -50,6 +51,7 @@ class Vectors:
             info = _pooling_info(scope, body.model, "Embeddings")
             if info.kind == "score":
                 raise no_support("Embeddings")
+            check_normalizing(body, info)
             pooling = pooling_of(info, body.dimensions, num_texts=len(wanted.prompts))
             head, vectors = await self._computed(exchange, scope, times, wanted, pooling, body.truncate_prompt_tokens)
             answer = await run_cooperatively(embeddings_json(head, vectors, body.encoding_format or "float"))

@@ -7,6 +7,7 @@ import base64
 import math
 import struct
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from disagg.proto.token_ids import unpack_token_ids
 from disagg.router.api import Completion, RoutedRequest, TenantLimits
 from tests.support.gateway import BOS, MODEL_NAME, FakeRouter, Step, Wait
 from tests.support.http_app import NOW, TestApp, error_of
-from tests.support.pooled_models import HIDDEN_SIZE, load, write_embedder, write_reranker
+from tests.support.pooled_models import HIDDEN_SIZE, POOLING, TRANSFORMER, load, write_embedder, write_reranker
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +206,51 @@ async def test_tenants_are_charged_and_what_is_not_computed_is_given_back(embedd
     app.router.refusal = OverloadedError("no room", 1.0)
     assert (await post(app, "/v1/embeddings", input=[[1, 2], [3]])).status_code == 429
     assert app.router.given_back == [("a", 5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "harmless"),
+    [
+        (
+            "/v1/embeddings",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "add_special_tokens": False,
+                "truncation_side": "right",
+                "normalize": False,
+                "use_activation": False,
+                "embed_dtype": "float16",
+                "endianness": "big",
+            },
+            {"normalize": True, "use_activation": True, "embed_dtype": "float32", "endianness": "little"},
+        ),
+        (
+            "/rerank",
+            {"use_activation": False, "activation": False, "max_tokens_per_doc": 5, "rank_fields": ["title"]},
+            {"use_activation": True, "max_tokens_per_doc": None, "truncation_side": "left"},
+        ),
+        ("/score", {"truncation_side": "right", "activation": False}, {"activation": True}),
+    ],
+)
+async def test_what_would_change_vectors_and_is_not_supported_is_refused(
+    embedder: ServedModel, path: str, fields: dict[str, Any], harmless: dict[str, Any]
+) -> None:
+    texts: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"input": "a"},
+        "/rerank": {"query": "a", "documents": ["a"]},
+    }
+    body = texts.get(path, {"text_1": "a", "text_2": "a"})
+    app = app_of(embedder)
+    for name, value in fields.items():
+        assert error_of(await post(app, path, **body, **{name: value}))[:2] == (400, name)
+    assert app.router.submitted == []
+    assert (await post(app, path, **body, **harmless)).status_code == 200
+
+
+async def test_vectors_of_a_model_without_a_length_stay_as_they_are(tmp_path: Path) -> None:
+    app = app_of(load(write_embedder(tmp_path, modules=[TRANSFORMER, POOLING])))
+    assert error_of(await post(app, "/v1/embeddings", input="a", normalize=True))[:2] == (400, "normalize")
+    assert (await post(app, "/v1/embeddings", input="a", normalize=False)).status_code == 200
 
 
 # ---------------------------------------------------------------- which model
