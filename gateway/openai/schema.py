@@ -232,6 +232,8 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     """The name that requests use."""
     lora_path: str
     """Its folder below `adapters.folder` of the configuration."""
+    base_model_name: str | None = None
+    """Its base model, where several take adapters."""
     load_inplace: bool = False
     """Whether it replaces an adapter of that name."""
 

@@ -23,7 +23,7 @@ from disagg.proto.ids import RequestId
 _LOAD: Final = msgspec.json.Decoder(LoadAdapterBody)
 _UNLOAD: Final = msgspec.json.Decoder(UnloadAdapterBody)
 _TEXT: Final = b"text/plain; charset=utf-8"
-_FIELDS: Final = {"name": "lora_name", "path": "lora_path"}
+_FIELDS: Final = {"name": "lora_name", "path": "lora_path", "base": "base_model_name"}
 
 
 class AdapterHandlers:
@@ -44,7 +44,12 @@ class AdapterHandlers:
         """Handle `POST /v1/load_lora_adapter`. A name that is served is refused, unless `load_inplace` is set."""
         async with self._change(exchange, "add an adapter"):
             body = await self._limits.read(exchange, _read_load)
-            asked = AddAdapter(name=body.lora_name, path=body.lora_path, replaces=body.load_inplace)
+            asked = AddAdapter(
+                name=body.lora_name,
+                path=body.lora_path,
+                base=body.base_model_name or "",
+                replaces=body.load_inplace,
+            )
             adapters_in(await self._control(asked))
         await _answer(exchange, body.lora_name, "added")
 

@@ -198,10 +198,16 @@ async def test_admins_add_and_remove_adapters_as_with_vllm(model: ServedModel) -
     assert isinstance(first, AddAdapter)
     assert isinstance(second, AddAdapter)
     assert (first.name, first.path, first.replaces, second.replaces) == ("law", "law-lora", False, True)
+    await app.client.post("/v1/load_lora_adapter", json={**body, "base_model_name": "llama"})
+    last = controller.asked[-1]
+    assert isinstance(last, AddAdapter)
+    assert (first.base, last.base) == ("", "llama")
     missing = await app.client.post("/v1/load_lora_adapter", json={"lora_name": "law"})
     assert error_of(missing)[:2] == (400, "lora_path")
     controller.refused = ControlRefused(field="name", message="the adapter 'law' has already been loaded")
     assert error_of(await app.client.post("/v1/load_lora_adapter", json=body))[:2] == (400, "lora_name")
+    controller.refused = ControlRefused(field="base", message="must be set, to one of a, b")
+    assert error_of(await app.client.post("/v1/load_lora_adapter", json=body))[:2] == (400, "base_model_name")
     controller.refused = ControlRefused(field="name", message="'law' cannot be found", is_missing=True)
     assert (await app.client.post("/v1/unload_lora_adapter", json={"lora_name": "law"})).status_code == 404
 
