@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +19,12 @@ from disagg.cli.launch.progress import LaunchDisplay
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, Mode, load_config, models_of, override
 from disagg.cluster.control.cluster import Cluster, Progress
 from disagg.cluster.core import state_diff
-from disagg.cluster.models.catalog import FAKE_MODEL
+from disagg.cluster.models.catalog import FAKE_MODEL, resolve_model
 from disagg.cluster.system.process_tools import StopFlag, Stopped
 from disagg.cluster.system.program import command, python
 from disagg.cluster.system.service_manager import READY, STOPPING, notify
 from disagg.cluster.system.terminal import table
+from disagg.engine.checkpoint.checkpoint import is_pooled
 from disagg.engine.config import Dtype
 from disagg.gateway.config import serves_page
 from disagg.proto.errors import ConfigError
@@ -190,7 +191,7 @@ def print_ready(console: Console, cluster: Cluster, config: ClusterConfig) -> No
     for note in _target_notes(cluster.workers, config):
         console.print(f"  [yellow]note[/yellow]   {escape(note)}", highlight=False, soft_wrap=True)
     console.print("\ntry it from another terminal:", style="dim")
-    for line in lines_to_try(cluster.address, http_address, names, config.gateway):
+    for line in lines_to_try(cluster.address, http_address, names, config.gateway, _names_of_pooled(config)):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     console.print("\nCtrl-C stops the cluster", style="dim")
 
@@ -215,16 +216,26 @@ def _target_notes(workers: Sequence[WorkerInfo], config: ClusterConfig) -> list[
     return [note for note in notes if note]
 
 
-def lines_to_try(address: str, http_address: str, models: Sequence[str], gateway: GatewaySection) -> list[str]:
-    """Shell lines that use and show a cluster; without an HTTP address there is no line for curl."""
+def _names_of_pooled(config: ClusterConfig) -> set[str]:
+    """Names of the models that give vectors or scores, and no answers."""
+    models = [alone.model for alone in models_of(config).values() if alone.model.path != FAKE_MODEL]
+    return {model.served_name for model in models if is_pooled(resolve_model(model.path or model.served_name))}
+
+
+def lines_to_try(
+    address: str, http_address: str, models: Sequence[str], gateway: GatewaySection, pooled: Collection[str] = ()
+) -> list[str]:
+    """Shell lines that use and show a cluster, of which the `pooled` models give no answers; without an HTTP address
+    there is no line for curl."""
     at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
-    model = models[0]
+    model = next((name for name in models if name not in pooled), None)
+    lines = _exports(gateway)
+    if model is None:
+        if http_address:
+            lines.append(curl_line(http_address, models[0], gateway, gives_answers=False))
+        return [*lines, command(f"top{at}")]
     chosen = f" --model {shlex.quote(model)}" if len(models) > 1 else ""
-    lines = [
-        *_exports(gateway),
-        command(f"chat{chosen}{at}"),
-        command(f'generate "What is a cache?"{chosen}{at}'),
-    ]
+    lines += [command(f"chat{chosen}{at}"), command(f'generate "What is a cache?"{chosen}{at}')]
     if http_address:
         lines.append(curl_line(http_address, model, gateway))
     return [*lines, client_line(address, model if len(models) > 1 else ""), command(f"top{at}")]
@@ -239,17 +250,21 @@ def _exports(gateway: GatewaySection) -> list[str]:
     return [f"export {' '.join(f'{name}=...' for name in names)}"] if names else []
 
 
-def curl_line(http_address: str, model: str, gateway: GatewaySection) -> str:
-    """Shell line for a streamed chat over HTTP."""
-    words = ["curl -N", f"{'https' if gateway.tls else 'http'}://{http_address}/v1/chat/completions"]
+def curl_line(http_address: str, model: str, gateway: GatewaySection, *, gives_answers: bool = True) -> str:
+    """Shell line for a streamed chat over HTTP, or a rerank by a model that gives no answers."""
+    path = "v1/chat/completions" if gives_answers else "rerank"
+    words = ["curl -N", f"{'https' if gateway.tls else 'http'}://{http_address}/{path}"]
     if gateway.tls is not None:
         words.append('--cacert "$DISAGG_CA_CERT"')
         if gateway.tls.client_ca is not None:
             words.append('--cert "$DISAGG_CLIENT_CERT" --key "$DISAGG_CLIENT_KEY"')
     if gateway.api_keys is not None:
         words.append('-H "authorization: Bearer $DISAGG_API_KEY"')
-    body = {"model": model, "messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 64}
-    words += ["-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps({**body, 'stream': True}))}"]
+    asked: dict[str, object] = {"query": "What is a cache?", "documents": ["Memory for what is used again.", "A dog."]}
+    if gives_answers:
+        asked = {"messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 64, "stream": True}
+    body = shlex.quote(json.dumps({"model": model, **asked}))
+    words += ["-H 'content-type: application/json'", f"-d {body}"]
     return " ".join(words)
 
 

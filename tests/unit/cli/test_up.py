@@ -15,7 +15,7 @@ from rich.console import Console
 from disagg.cli import up
 from disagg.cli.launch.progress import LaunchDisplay, StillBusy
 from disagg.cluster.config.cluster_config import ClusterConfig, GatewaySection, parse_config
-from disagg.cluster.config.schema import SloConfig
+from disagg.cluster.config.schema import ModelSection, SloConfig
 from disagg.cluster.control.cluster import CheckStop, never_stop
 from disagg.cluster.control.plan import ClusterPlan, plan_cluster
 from disagg.cluster.system.children import LaunchError
@@ -23,6 +23,7 @@ from disagg.proto.control import ControlState
 from disagg.proto.errors import ConfigError
 from disagg.proto.messages import StepSample, WorkerInfo
 from tests.support.control import settled
+from tests.support.pooled_models import write_embedder
 from tests.unit.cluster.control.test_plan import make_info
 
 
@@ -173,6 +174,28 @@ def test_lines_to_try() -> None:
     }
     assert shlex.split(python)[1] == "-c"
     compile(shlex.split(python)[2], "line", "exec")
+
+
+def test_lines_to_try_name_a_model_that_gives_answers() -> None:
+    models, gateway = ["bert", "llama"], gateway_of()
+    chat, *_, curl, python, _ = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", models, gateway, {"bert"})
+    assert chat == "disagg chat --model llama --address 127.0.0.1:9"
+    assert json.loads(shlex.split(curl)[-1])["model"] == "llama"
+    assert "model='llama'" in python
+
+
+def test_a_model_of_vectors_alone_is_tried_by_a_rerank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    curl, top = up.lines_to_try("127.0.0.1:9", "127.0.0.1:10", ["bert"], gateway_of(), {"bert"})
+    assert shlex.split(curl)[2] == "http://127.0.0.1:10/rerank"
+    assert json.loads(shlex.split(curl)[-1]).keys() == {"model", "query", "documents"}
+    assert top == "disagg top --address 127.0.0.1:9"
+    run = Run(monkeypatch)
+    folder = write_embedder(tmp_path)
+    run.config = msgspec.structs.replace(run.config, model=ModelSection(path=str(folder)))
+    run.cluster.look = lambda: signal.raise_signal(signal.SIGTERM)
+    assert run() == 0
+    assert "/rerank" in run.out.getvalue()
+    assert "disagg chat" not in run.out.getvalue()
 
 
 def test_the_usual_address_needs_no_option_and_without_http_there_is_no_curl() -> None:
