@@ -11,7 +11,8 @@ import pytest
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
 from disagg.proto.messages import BlocksSnapshot, Load, StepSample, TierCounts, WorkerMetrics, WorkerReport
 from disagg.router.config import RouterConfig
-from disagg.router.placement.fetches import MAX_SOURCES, STEPS_OF_EACH_END, WON_BY, WON_BY_MS, step_ms
+from disagg.router.placement import fetches
+from disagg.router.placement.fetches import MAX_SOURCES, STEPS_OF_EACH_END, WON_BY, WON_BY_MS, may_fetch, step_ms
 from disagg.router.placement.fleet import Fleet
 from disagg.router.placement.forecast import prefill_ms
 from disagg.router.placement.placement import Candidate, Demand
@@ -279,6 +280,59 @@ class TestPlan:
         candidate = load(1, (least_ms + 0.1) / 4)
         assert candidate.fetch is not None
         assert candidate.fetch.kind == "peer"
+
+
+class TestBound:
+    """Whether sources are looked up at all. A prefill of `COMPUTE_MS` is compared with what any fetch takes before its
+    transfer; what is saved must be more than a tenth of that and 5 ms."""
+
+    COMPUTE_MS = 60.0
+
+    def may(
+        self, monkeypatch: pytest.MonkeyPatch, *, wait_ms: float, is_formed: bool = False, step_ms: float = 0.0
+    ) -> bool:
+        fleet = fleet_of("p0", "d0")
+        if is_formed:
+            fleet.fetch_links.placed(D0, P0, 1.0)
+        worker = fleet.worker(P0)
+        worker.backlog_ms, worker.num_decodes, worker.token_ms = wait_ms, int(step_ms > 0.0), step_ms
+        monkeypatch.setattr(fetches, "prefill_ms", lambda *_: self.COMPUTE_MS)
+        return may_fetch(demand_of(), Candidate(worker, 0, 40), fleet.fetch_links)
+
+    def test_the_figures_of_this_class(self) -> None:
+        assert (CONFIG.pair_setup_ms, WON_BY, WON_BY_MS, STEPS_OF_EACH_END) == (50.0, 1.1, 5.0, 2)
+
+    @pytest.mark.parametrize(("wait_ms", "expected"), [(0.0, False), (0.001, True)])
+    def test_a_connection_is_waited_for(self, monkeypatch: pytest.MonkeyPatch, wait_ms: float, expected: bool) -> None:
+        """Computing is done after 60 ms, a fetch after 50: that is the margin of 10 ms, and not more than it. While
+        the prompt waits, the connection is formed."""
+        assert self.may(monkeypatch, wait_ms=wait_ms) is expected
+
+    @pytest.mark.parametrize(("step_ms", "expected"), [(24.999, True), (25.001, False), (24.0, True), (26.0, False)])
+    def test_steps_of_the_worker_are_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, step_ms: float, expected: bool
+    ) -> None:
+        """Two steps of 25 ms are as long as forming a connection."""
+        assert self.may(monkeypatch, wait_ms=0.0, is_formed=True, step_ms=step_ms) is expected
+
+    @pytest.mark.parametrize(("compute_ms", "expected"), [(5.0, False), (5.001, True)])
+    def test_where_nothing_is_waited_for_5_ms_are_left(
+        self, monkeypatch: pytest.MonkeyPatch, compute_ms: float, expected: bool
+    ) -> None:
+        monkeypatch.setattr(self, "COMPUTE_MS", compute_ms)
+        assert self.may(monkeypatch, wait_ms=0.0, is_formed=True) is expected
+
+    @pytest.mark.parametrize(("compute_ms", "expected"), [(9.999, False), (10.001, True)])
+    def test_a_wait_hides_what_comes_before_the_transfer_but_not_its_margin(
+        self, monkeypatch: pytest.MonkeyPatch, compute_ms: float, expected: bool
+    ) -> None:
+        monkeypatch.setattr(self, "COMPUTE_MS", compute_ms)
+        assert self.may(monkeypatch, wait_ms=400.0) is expected
+
+    def test_a_worker_that_takes_part_in_no_fetches_has_no_source(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        worker, links = fleet_of("p0", fetches=False).worker(P0), FetchLinks(CONFIG, LinkModel())
+        monkeypatch.setattr(fetches, "prefill_ms", lambda *_: 1e6)
+        assert not may_fetch(demand_of(), Candidate(worker, 0, 40), links)
 
 
 class TestSources:
