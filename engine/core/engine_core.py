@@ -341,7 +341,7 @@ class EngineCore:
                 for blocks in (self._blocks, *[window.blocks for window in self._scheduler.kv_cache.windows]):
                     blocks.forget(tag)
                 if self._tiers is not None:
-                    self._tiers.forget_tenant(tag)
+                    self._tiers.forget_tenant(tag, now)
                 events = []
             case End(key, reason, detail):
                 sequence = self._scheduler.sequences.get(key)

@@ -113,6 +113,7 @@ class Tiers:
 
     def loads(self, sequence: Sequence, now: float) -> bool:
         """Whether a new sequence is loaded first; then it is in state LOADING."""
+        self._store.note_time(now)
         if not self._loading.wants(sequence, now):
             return False
         self._scheduler.load(sequence)
@@ -194,8 +195,9 @@ class Tiers:
             case TierForgotten(tag, ok):
                 self._store.forgotten(tag, ok=ok)
 
-    def forget_tenant(self, tag: bytes) -> None:
+    def forget_tenant(self, tag: bytes, now: float) -> None:
         """Drop what there is of a tenant, and delete its files."""
+        self._store.note_time(now)
         self._queue.forget(tag)
         self._store.forget(tag)
 

@@ -563,6 +563,18 @@ class TestWrites:
         worker.run(prompt_of("a1"))
         assert end_of(worker.events, "a1").cached_tokens == 0
 
+    def test_a_folder_of_an_idle_worker_has_time_to_forget(self) -> None:
+        """It had nothing to answer before."""
+        disk = PlayedDisk()
+        worker = TierWorker(disk_extents=16, disk=disk)
+        worker.run(prompt_of("a"))
+        worker.now += 2 * SILENT_S
+        worker.core.handle(ForgetTenant(b""), worker.now)
+        worker.step()
+        assert [counts.off_reason for counts in worker.core.totals().tiers] == [""]
+        worker.settle()
+        assert disk.files == {}
+
     def test_what_a_sequence_uses_is_not_forgotten(self) -> None:
         worker = TierWorker(host_extents=16)
         worker.run(prompt_of("b"))
