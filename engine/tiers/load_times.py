@@ -2,9 +2,11 @@
 
     load = latency + extents * time of one         the latency is what the first extent of a load took more than others
 
-A prefix is loaded only where that is quicker than computing it, by what this worker has measured of both. A tier that
-was slow is not used, and so not measured any more; after `TRIED_AGAIN_S` it counts as being as fast as at its best, or
-as was assumed at first (by a write), so that one load shows what it is like.
+A prefix is loaded only where that is quicker than computing it, by what this worker has measured of both. What was
+learned counts until something newer was. A tier that was slow is not used, so no load would show that it is quick
+again. Of a disk that was left alone for `TRIED_AGAIN_S` two files are read for which nobody waits (`trial_reads.py`).
+Host memory is copied for sequences only: after that time it counts as being as fast as at its best, or as was assumed
+at first (by a write), so that one load shows what it is like.
 """
 
 from __future__ import annotations
@@ -16,51 +18,51 @@ from typing import NamedTuple
 from disagg.proto.messages import EXTENT_TOKENS
 
 TRIED_AGAIN_S = 30.0
+"""Seconds without a load after which a tier is tried again, and a time that is lower than the mean counts at once."""
 _WEIGHT = 1 / 8
 """Weight of the latest load of an extent in the mean."""
 
 
 class LoadTimes:
     """The mean time to load an extent from one tier, and what the first one of a load takes beside that. Owner: the
-    tier store. `first_ms`: assumed until one was written or loaded."""
+    tier store.
 
-    def __init__(self, first_ms: float) -> None:
+    Args:
+        first_ms: assumed until an extent was written or loaded.
+        has_trials: whether extents are read for no sequence when the tier was left alone.
+    """
+
+    def __init__(self, first_ms: float, *, has_trials: bool = False) -> None:
+        self._has_trials = has_trials
         self._mean_ms = first_ms
         self._best_ms = first_ms
-        self._seen_at = -math.inf
-        self._is_measured = False
-        self._latency_ms: float | None = None
-        """None until a first extent and a later one were loaded, which tell both times apart."""
+        self._first_ms: float | None = None
+        """Mean time of the first extent of a load."""
         self._has_later = False
+        """Whether another one than a first extent was loaded; until then the mean is that of first ones."""
+        self._seen_at = self._first_at = self._later_at = -math.inf
 
     def assume(self, ms: float) -> None:
         """An extent was written in so many milliseconds: until one was loaded, a load counts as taking no longer than
         the quickest write. A slow one tells little, and what counts as slow is not tried."""
-        if not self._is_measured and ms > 0.0:
+        if self._first_ms is None and not self._has_later and ms > 0.0:
             self._mean_ms = self._best_ms = min(self._best_ms, ms)
 
     def observe(self, ms: float, now: float, *, is_first: bool = False) -> None:
         """An extent was loaded in so many milliseconds. `is_first`: of its load."""
-        if is_first and self._has_later:
-            latency_ms = max(0.0, ms - self._mean_ms)
-            before_ms = self._latency_ms
-            is_trial = now > self._seen_at + TRIED_AGAIN_S
-            if before_ms is None or (is_trial and latency_ms < before_ms):
-                self._latency_ms = latency_ms
-            else:
-                self._latency_ms = before_ms + _WEIGHT * (latency_ms - before_ms)
-            self._seen_at = now
-            return
-        if not is_first and not self._has_later:
-            self._has_later = True
-            if self._is_measured:  # by first extents, with the latency
-                self._latency_ms, self._mean_ms = max(0.0, self._mean_ms - ms), ms
-        if not self._is_measured or (ms < self._mean_ms and now > self._seen_at + TRIED_AGAIN_S):
-            self._mean_ms = ms
+        is_old = now > self._later_at + TRIED_AGAIN_S
+        if is_first:
+            self._first_ms = _mean(self._first_ms, ms, is_old=now > self._first_at + TRIED_AGAIN_S)
+            self._first_at = now
+            if not self._has_later:
+                self._mean_ms = self._first_ms
+            elif is_old:
+                self._mean_ms = min(self._mean_ms, ms)  # what it takes without the latency is less
         else:
-            self._mean_ms += _WEIGHT * (ms - self._mean_ms)
+            self._mean_ms = _mean(self._mean_ms if self._has_later else None, ms, is_old=is_old)
+            self._has_later, self._later_at = True, now
         self._best_ms = min(self._best_ms, self._mean_ms)
-        self._is_measured, self._seen_at = True, now
+        self._seen_at = now
 
     def late(self, began: float, now: float) -> None:
         """A load that began at `began` ended before it was done, because it took too long. A tier that answered
@@ -69,13 +71,26 @@ class LoadTimes:
             self._mean_ms *= 2.0
             self._seen_at = now
 
-    def latency_ms(self, now: float) -> float:
-        """Milliseconds that a load is expected to take beside those of its extents."""
-        return 0.0 if now > self._seen_at + TRIED_AGAIN_S else self._latency_ms or 0.0
+    @property
+    def latency_ms(self) -> float:
+        """Milliseconds that a load is expected to take beside those of its extents; 0 until a first extent and a later
+        one were loaded, which tell both times apart."""
+        return max(0.0, self._first_ms - self._mean_ms) if self._has_later and self._first_ms is not None else 0.0
 
     def ms(self, now: float) -> float:
         """Milliseconds that an extent is expected to take."""
-        return self._best_ms if now > self._seen_at + TRIED_AGAIN_S else self._mean_ms
+        return self._best_ms if self.is_left_alone(now) and not self._has_trials else self._mean_ms
+
+    def is_left_alone(self, now: float) -> bool:
+        """Whether nothing was loaded for a while."""
+        return now > self._seen_at + TRIED_AGAIN_S
+
+
+def _mean(before: float | None, ms: float, *, is_old: bool) -> float:
+    """A mean with one value more. A lower one replaces a mean that is old."""
+    if before is None or (is_old and ms < before):
+        return ms
+    return before + _WEIGHT * (ms - before)
 
 
 class Loadable(NamedTuple):

@@ -28,6 +28,7 @@ from disagg.engine.tiers.extents import extent_keys
 from disagg.engine.tiers.load_times import Loadable, LoadPlan, plan_load
 from disagg.engine.tiers.store import DiskRead, TierStore
 from disagg.engine.tiers.tier import Pins
+from disagg.engine.tiers.trial_reads import TrialReads
 from disagg.proto.ids import AttemptKey, BlockHash
 from disagg.proto.messages import EXTENT_TOKENS
 
@@ -107,6 +108,7 @@ class Loading:
         self._compute_ms = compute_ms
         self._begin_sequence = begin
         self._max_loading = max_loading
+        self._trials = TrialReads(store)
         self._waiting: OrderedDict[AttemptKey, _Waiting] = OrderedDict()
         self._loads: dict[AttemptKey, _Load] = {}
         self._num_ended = 0
@@ -202,9 +204,13 @@ class Loading:
         blocks = kv_cache.blocks
         cached_tokens = len(blocks.match_prefix(sequence.block_hashes, most)) * blocks.block_size
         times = store.host_times.ms(now), store.disk_times.ms(now)
-        latency_ms = store.disk_times.latency_ms(now)
+        latency_ms = store.disk_times.latency_ms
         has = Loadable(cached_tokens, num_host, num_disk, *times, *self._ahead(now), self.copy_ms, latency_ms)
-        return plan_load(has, self._compute_ms)
+        plan = plan_load(has, self._compute_ms)
+        left_out = max(num_host, plan.end if plan is not None else cached_tokens // EXTENT_TOKENS)
+        if left_out < num_disk:
+            self._trials.begin(keys[:num_disk], left_out, now)
+        return plan
 
     def _ahead(self, now: float) -> tuple[int, float]:
         """Extents that are still to be loaded, and the milliseconds that their tiers take for them."""

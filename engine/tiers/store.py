@@ -160,7 +160,7 @@ class TierStore:
         self.host = Tier(host_bytes // extent_bytes, share, keep_s)
         self.disk = Tier(disk_bytes // extent_bytes if parts.disk is not None else 0, share, keep_s)
         self.host_times = LoadTimes(extent_bytes / _HOST_BYTES_PER_MS)
-        self.disk_times = LoadTimes(extent_bytes / _DISK_BYTES_PER_MS)
+        self.disk_times = LoadTimes(extent_bytes / _DISK_BYTES_PER_MS, has_trials=True)
         self._folder = Folder(
             is_there=parts.disk is not None, is_watched=is_shared or (parts.disk is not None and parts.disk.can_vanish)
         )
@@ -337,6 +337,11 @@ class TierStore:
         if read.buffer is not None:
             self._staging.append(read.buffer)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether files are being read."""
+        return bool(self._reads)
+
     def read(self, extent: Extent, index: int, deliver: Callable[[DiskRead], bool], *, is_first: bool = False) -> bool:
         """Order the read of the file of an extent, number `index` of its chain, if there is a buffer for it. `deliver`
         gets the answer, and returns whether it takes the buffer. `is_first`: of its load."""
@@ -448,7 +453,7 @@ class TierStore:
         host_ms = max(copy_ms, self.host_times.ms(now))
         disk_ms = max(copy_ms, self.disk_times.ms(now)) if self._folder.is_on else 0.0
         host = self._counts_of("host", self.host, self._host_counts, host_ms, queue_ms)
-        queue_ms += self.disk_times.latency_ms(now)
+        queue_ms += self.disk_times.latency_ms
         disk = self._counts_of("disk", self.disk, self._disk_counts, disk_ms, queue_ms, self._folder.off_reason)
         return tuple([counts for tier, counts in ((self.host, host), (self.disk, disk)) if tier.num_slots])
 
@@ -474,7 +479,9 @@ class TierStore:
         problems = self.host.check_integrity() + self.disk.check_integrity()
         if len(self._staging) + num_used > self._num_staging:
             problems.append("a staging buffer of the tiers was given back twice")
-        if not (is_loading or self._writes or self.can_go_on) and (self.host.num_pinned or self.disk.num_pinned):
+        if not (is_loading or self._writes or self._reads or self.can_go_on) and (
+            self.host.num_pinned or self.disk.num_pinned
+        ):
             problems.append("extents of the tiers are kept for nobody")
         return problems
 

@@ -127,6 +127,13 @@ class TestRestart:
         assert disk.files == {}
 
 
+A_FIFTH_OF_A_MS = (
+    StepSample(1.0 + 16 * 0.2, *PREFILLS[0][:1], 136, 0, 0),
+    StepSample(1.0 + 512 * 0.2, 512, 512 * 513 // 2, 0, 0),
+)
+"""Steps that take so long for each token."""
+
+
 def cold(worker: TierWorker, spec: SequenceSpec) -> None:
     """Serve a prompt, and others until it is not in the device cache any more."""
     worker.run(spec)
@@ -244,23 +251,50 @@ class TestLoads:
         worker.settle()
         assert_idle(worker.core)
 
-    def test_a_slow_disk_is_left_alone_and_tried_again_later(self) -> None:
-        """Computing 128 tokens takes 30 ms here."""
+    def test_a_slow_disk_is_left_alone_and_tried_later_without_anybody_waiting(self) -> None:
+        """Computing 128 tokens takes 30 ms here, a file a second until the worker is asked for the fifth prompt."""
         disk = PlayedDisk()
         disk.read_ms = 1000.0
-        quick = StepSample(1.0 + 512 * 0.2, 512, 512 * 513 // 2, 0, 0)
-        steps = (StepSample(1.0 + 16 * 0.2, *PREFILLS[0][:1], 136, 0, 0), quick)
-        worker = TierWorker(disk_extents=32, disk=disk, calibration=steps)
-        specs = [make_spec(f"r{seed}", make_prompt(300, seed=seed)) for seed in range(6)]
-        for spec in specs:
-            worker.run(spec)
+        worker = TierWorker(disk_extents=32, disk=disk, calibration=A_FIFTH_OF_A_MS)
+        for seed in range(6):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
         worker.events.clear()
-        cached = []
-        for seed, pause_s in ((0, 0.0), (1, 0.0), (2, TRIED_AGAIN_S + 1.0)):
+        found = []
+        for seed, pause_s in (
+            (0, 0.0),
+            (1, 0.0),
+            (2, TRIED_AGAIN_S + 1.0),
+            (3, 0.0),
+            (4, TRIED_AGAIN_S + 1.0),
+            (5, 0.0),
+        ):
             worker.now += pause_s
+            disk.read_ms = 1000.0 if seed < 4 else 1.0
+            num_reads = disk.num_reads
             worker.run(make_spec(f"again{seed}", make_prompt(300, seed=seed)))
-            cached.append(end_of(worker.events, f"again{seed}").cached_tokens)
-        assert cached == [256, 0, 256]
+            found.append((end_of(worker.events, f"again{seed}").cached_tokens, disk.num_reads - num_reads))
+        assert found == [(256, 2), (0, 0), (0, 2), (0, 0), (0, 2), (256, 2)]
+        assert_idle(worker.core)
+
+    def test_trial_reads_that_are_not_answered_are_the_only_ones(self) -> None:
+        disk = PlayedDisk()
+        disk.read_ms = 1000.0
+        worker = TierWorker(disk_extents=32, disk=disk, calibration=A_FIFTH_OF_A_MS)
+        for seed in range(5):
+            worker.run(make_spec(f"r{seed}", make_prompt(300, seed=seed)))
+        worker.run(make_spec("slow", make_prompt(300, seed=0)))
+        worker.now += TRIED_AGAIN_S + 1.0
+        for seed in (1, 2):
+            num_reads = disk.num_reads
+            worker.add(make_spec(f"again{seed}", make_prompt(300, seed=seed), max_tokens=1))
+            for _ in range(10):
+                worker.step()
+            assert [counts.off_reason for counts in worker.core.totals().tiers] == [""]
+            assert end_of(worker.events, f"again{seed}").cached_tokens == 0
+            assert disk.num_reads - num_reads == (2 if seed == 1 else 0)
+        disk.error = "I/O error"
+        worker.settle()
+        assert_idle(worker.core)
 
     def test_a_load_does_not_take_what_others_need(self) -> None:
         """Of 33 blocks a sequence that decodes holds and reserves 24, and may need two more: a load gets seven, which

@@ -105,18 +105,47 @@ class TestLoadTimes:
     def test_the_latency_is_told_apart_once_a_later_extent_was_loaded(self) -> None:
         times = LoadTimes(1.0)
         times.observe(90.0, 0.0, is_first=True)
-        assert (times.ms(0.0), times.latency_ms(0.0)) == (90.0, 0.0)
+        assert (times.ms(0.0), times.latency_ms) == (90.0, 0.0)
         times.observe(10.0, 0.1)
-        assert (times.ms(0.1), times.latency_ms(0.1)) == (10.0, 80.0)
+        assert (times.ms(0.1), times.latency_ms) == (10.0, 80.0)
         times.observe(98.0, 0.2, is_first=True)
-        assert (times.ms(0.2), times.latency_ms(0.2)) == (10.0, 81.0)
-        assert times.latency_ms(0.3 + TRIED_AGAIN_S) == 0.0
+        assert (times.ms(0.2), times.latency_ms) == (10.0, 81.0)
 
     def test_loads_that_are_all_alike_have_no_latency(self) -> None:
         times = LoadTimes(1.0)
         for is_first in (True, False, False, True, False):
             times.observe(7.0, 0.0, is_first=is_first)
-        assert (times.ms(0.0), times.latency_ms(0.0)) == (7.0, 0.0)
+        assert (times.ms(0.0), times.latency_ms) == (7.0, 0.0)
+
+    def test_what_was_learned_of_a_disk_counts_until_something_newer_was(self) -> None:
+        times, late = LoadTimes(1.0, has_trials=True), 1e6
+        times.observe(390.0, 0.0, is_first=True)
+        times.observe(40.0, 1.0)
+        assert [times.is_left_alone(now) for now in (1.0 + TRIED_AGAIN_S, 1.1 + TRIED_AGAIN_S)] == [False, True]
+        assert (times.ms(late), times.latency_ms) == (40.0, 350.0)
+        times.observe(470.0, late, is_first=True)  # slower ones count by an eighth, as ever
+        times.observe(48.0, late)
+        assert (times.ms(late), times.latency_ms) == (41.0, 359.0)
+        times.observe(45.0, late + 1.0)
+        assert (times.ms(late), times.latency_ms) == (41.5, 358.5)
+
+    def test_a_disk_that_is_quick_again_counts_at_once(self) -> None:
+        """After a while without a load two files are enough, or one where no chain has two."""
+        for seen, expected in (([6.0, 4.0], (4.0, 2.0)), ([6.0], (6.0, 0.0))):
+            times = LoadTimes(1.0, has_trials=True)
+            times.observe(390.0, 0.0, is_first=True)
+            times.observe(40.0, 0.0)
+            for number, ms in enumerate(seen):
+                times.observe(ms, 1e6, is_first=not number)
+            assert (times.ms(1e6), times.latency_ms) == expected
+
+    def test_a_latency_stays_where_only_the_rate_is_higher(self) -> None:
+        times = LoadTimes(1.0, has_trials=True)
+        times.observe(390.0, 0.0, is_first=True)
+        times.observe(40.0, 0.0)
+        times.observe(355.0, 1e6, is_first=True)
+        times.observe(5.0, 1e6)
+        assert (times.ms(1e6), times.latency_ms) == (5.0, 350.0)
 
     def test_a_load_from_disk_counts_with_its_latency(self) -> None:
         def compute_ms(start: int, end: int) -> float:
