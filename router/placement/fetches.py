@@ -8,7 +8,8 @@ computing it. Pure.
 A fetch from a peer takes a few steps of both ends, the time to form the connection, and the transfer. The worker
 decides by itself whether it loads from its tiers when the request is there (`engine/tiers/load_times.py`); a fetch is
 asked for with the dispatch. Either counts only if it wins clearly, because what is reported of workers is a
-little old.
+little old. Where a link was too slow for long enough, a prompt that is computed fetches one extent as a trial, for a
+small part of its time.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_HOLDERS, MAX_SOURCES = 4, 2
 STEPS_OF_EACH_END = 2
 """Steps of each end for which a fetch waits: at the source until it has pinned the KV, and until it copies it; at the
 other end until room is reserved, and until the KV is copied into it."""
+_TRIAL_SHARE = 0.05
+"""Share of the time of a prompt that is computed which a trial may take, beside `WON_BY_MS`."""
 _GATHER_BYTE_MS = 0.33e-6
 """Milliseconds for which a source's engine is held up by the copy of a byte: 3 GB/s (ADR 92); never longer than by the
 whole transfer, which on GPUs is quicker."""
@@ -138,6 +141,8 @@ def plan_fetch(
             cost_ms = max(wait_ms, fetch.ms) + rest_ms + fetch.delay_ms
             if cost_ms < best_ms and own_ms - cost_ms > fetch.ms * _WON_BEYOND + WON_BY_MS:
                 best, best_ms = fetch, cost_ms
+    if has_source and best is None:
+        candidate.trial = _trial(demand, candidate, sources, links, own_ms * _TRIAL_SHARE + WON_BY_MS)
     if ways:
         compute = FetchPlan("compute", cached, 0.0, prefill_ms=compute_ms)
         candidate.fetch, candidate.ways = best, (compute, *ways)
@@ -168,6 +173,28 @@ def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
     if num_extents <= 0:
         return 0.0
     return num_extents * worker.extent_ms.get(tier, math.inf) + worker.tier_queue_ms.get(tier, 0.0)
+
+
+def _trial(
+    demand: Demand, candidate: Candidate, sources: Sequence[Source], links: FetchLinks, limit_ms: float
+) -> FetchPlan | None:
+    """A fetch of one extent over a link of which nothing newer than a slow fetch is known; it is over in time only if
+    the link is as quick as usual."""
+    worker, cached = candidate.worker, candidate.cached_tokens
+    tokens = (cached // EXTENT_TOKENS + 1) * EXTENT_TOKENS
+    for source in sources:
+        peer = source.worker.worker_id
+        if source.tokens < tokens or source.worker is worker or not links.may_try(peer, worker.worker_id, demand.now):
+            continue
+        before_ms = STEPS_OF_EACH_END * (source.step_ms + step_ms(worker)) + source.load_ms
+        if worker.worker_id not in source.formed:
+            before_ms += links.pair_setup_ms
+        kv_bytes = worker.kv_layout.bytes_of(tokens, cached)
+        slow_ms = links.transfer_ms(peer, worker.worker_id, kv_bytes, demand.now)
+        usual_ms = links.usual_ms(peer, worker.worker_id, kv_bytes, demand.now)
+        if before_ms + usual_ms <= limit_ms < before_ms + slow_ms:
+            return FetchPlan("peer", tokens, limit_ms, peer, kv_bytes, before_ms)
+    return None
 
 
 def _fetch(

@@ -482,14 +482,17 @@ class Fleet:
 
     def place_fetch(self, candidate: Candidate, now: float) -> FetchFrom | None:
         """Note that the candidate gets a prompt. Returns the fetch that it is to begin with, if any."""
-        plan = candidate.fetch
+        plan = candidate.asked
         source = None if plan is None else plan.source
         self.fetch_links.placed(source, candidate.worker.worker_id, now)
         if plan is None or source is None:
             return None
+        peer = self._workers[source].peer
+        if plan is candidate.trial:
+            return FetchFrom(peer=peer, end_token=plan.tokens, timeout_ms=plan.ms)
         instead_ms = candidate.worker.backlog_ms + candidate.ways[0].prefill_ms - plan.prefill_ms
         timeout_ms = max(LEAST_FETCH_MS, FETCH_PATIENCE * plan.ms, instead_ms)
-        return FetchFrom(peer=self._workers[source].peer, end_token=plan.tokens, timeout_ms=timeout_ms)
+        return FetchFrom(peer=peer, end_token=plan.tokens, timeout_ms=timeout_ms)
 
     def of_other_arithmetic(self, arithmetic: str) -> Collection[WorkerId]:
         """Present workers with another arithmetic; see `WorkerInfo.arithmetic`."""

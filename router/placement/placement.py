@@ -152,6 +152,15 @@ class Candidate(msgspec.Struct, eq=False, gc=False):
     ways: tuple[FetchPlan, ...] = ()
     """All ways that were compared, `compute` first, for `explain`; empty where there was no other."""
 
+    trial: FetchPlan | None = None
+    """Where it loads and fetches nothing: a fetch that shows whether a link is still slow, on which nothing counts; its
+    `ms` is the time limit."""
+
+    @property
+    def asked(self) -> FetchPlan | None:
+        """The load, the fetch or the trial."""
+        return self.trial if self.fetch is None else self.fetch
+
     @property
     def ready_tokens(self) -> int:
         """Number of leading tokens that it need not compute: cached, loaded, or fetched."""

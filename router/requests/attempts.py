@@ -403,7 +403,7 @@ class Attempts:
             num_before=len(record.output.released),
             pair_timeout_s=pair_timeout_s,
             kv_tokens=_kv_tokens(decode, assignment.blocks),
-            fetch=None if fetch is None else first_side.fetch,
+            fetch=None if fetch is None else first_side.asked,
         )
         if not fleet.breakers.is_clear:
             attempt.is_trial = fleet.breakers.placed(key, prefill_id, decode_id)

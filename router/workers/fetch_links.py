@@ -2,8 +2,9 @@
 
 A fetch shows all of its transfer, where a hand-over hides most of it behind the computation of the prompt. So fetches
 have fits of their own; until the first fetch was observed, those of hand-overs stand for them. The fits learn slowly
-what is far from usual, so a transfer counts as taking no less than the latest ones of the same pair show. Connections
-for fetches lead from any worker to any other, so they are formed apart from the pairs of prefill and decode workers.
+what is far from usual, so a transfer counts as taking no less than the latest ones of the same pair show, until newer
+ones show something else. Connections for fetches lead from any worker to any other, so they are formed apart from the
+pairs of prefill and decode workers.
 
     asks(source, needy) ──done──> observed
                          ├─refused──> not asked for `REFUSED_S`
@@ -32,7 +33,11 @@ REFUSED_S, FAILED_S = 1.0, 5.0
 """Seconds for which a worker does not ask a source again that refused or was late, and one that failed. How slow a late
 one was counts in later predictions besides."""
 NUM_RECENT, RECENT_S = 8, 30.0
-"""Latest fetches of a pair that are remembered one by one, and for how many seconds after the last one."""
+"""Latest fetches of a pair that are remembered one by one, and seconds after the last one from which on a new one that
+takes another time replaces them all, and a trial may show that the link is not as slow any more. One that was slow for
+prefixes of any length is not used, so nothing else would."""
+_ALIKE = 2.0
+"""A fetch takes another time if that is more than so many times as long as expected, or as short."""
 MAX_PAIRS = 4096
 """Most pairs that are remembered; beyond them the one that was noted first is forgotten."""
 
@@ -40,27 +45,31 @@ MAX_PAIRS = 4096
 class _Recent:
     """The latest fetches of one pair."""
 
-    __slots__ = ("_at", "_byte_ms", "_latency_ms", "_seen")
+    __slots__ = ("_at", "_byte_ms", "_latency_ms", "_seen", "placed_at")
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
         """Bytes and milliseconds of each."""
-        self._at = -math.inf
+        self._at = self.placed_at = -math.inf
+        """When the latest one was observed, and when one was ordered."""
         self._latency_ms = self._byte_ms = 0.0
 
-    def observe(self, kv_bytes: int, ms: float, now: float, *, is_late: bool) -> None:
-        """Note one. One that was late tells something only if it took longer than these let expect."""
-        if is_late and ms <= self.least_ms(kv_bytes, now):
-            return
-        if now > self._at + RECENT_S:
+    def observe(self, kv_bytes: int, ms: float, now: float) -> None:
+        """Note one."""
+        expected_ms = self.least_ms(kv_bytes)
+        if now > self._at + RECENT_S and not expected_ms / _ALIKE <= ms <= expected_ms * _ALIKE:
             self._seen.clear()
         self._seen.append((kv_bytes, ms))
         self._at = now
         self._latency_ms, self._byte_ms = line(self._seen)
 
-    def least_ms(self, kv_bytes: int, now: float) -> float:
-        """Milliseconds that another one takes by these; 0 where they are too old."""
-        return self._latency_ms + kv_bytes * self._byte_ms if now <= self._at + RECENT_S else 0.0
+    def least_ms(self, kv_bytes: int) -> float:
+        """Milliseconds that another one takes by these."""
+        return self._latency_ms + kv_bytes * self._byte_ms
+
+    def may_try(self, now: float) -> bool:
+        """Whether it is time for a trial."""
+        return now > max(self._at, self.placed_at) + RECENT_S
 
 
 def line(seen: Iterable[tuple[int, float]]) -> tuple[float, float]:
@@ -106,7 +115,16 @@ class FetchLinks:
         links = self._links if self._has_observed else self._hand_overs
         ms = links.exposed_ms(source, needy, kv_bytes, now)
         recent = self._recent.get((source, needy)) if self._recent else None
-        return ms if recent is None else max(ms, recent.least_ms(kv_bytes, now))
+        return ms if recent is None else max(ms, recent.least_ms(kv_bytes))
+
+    def may_try(self, source: WorkerId, needy: WorkerId, now: float) -> bool:
+        """Whether it is time for a trial of a pair's link."""
+        recent = self._recent.get((source, needy))
+        return recent is not None and recent.may_try(now) and now >= self._shunned.get((source, needy), -math.inf)
+
+    def usual_ms(self, source: WorkerId, needy: WorkerId, kv_bytes: int, now: float) -> float:
+        """Predicted milliseconds of the transfer alone, as if nothing was known of the pair's latest fetches."""
+        return self._links.exposed_ms(source, needy, kv_bytes, now)
 
     def setup_ms(self, source: WorkerId, needy: WorkerId) -> float:
         """Milliseconds until the connection is formed; 0 where it is."""
@@ -132,11 +150,14 @@ class FetchLinks:
             if self._pairs.setup_ms(source, needy):
                 self._forming.add((source, needy))
             self._pairs.used(source, needy, now)
+            if (recent := self._recent.get((source, needy))) is not None:
+                recent.placed_at = now
 
     def ended(
         self, source: WorkerId, needy: WorkerId, outcome: FetchOutcome, kv_bytes: int, transfer_ms: float, now: float
     ) -> None:
-        """Note the end of a fetch: `kv_bytes` took `transfer_ms`, or would have taken at least that."""
+        """Note the end of a fetch: `kv_bytes` took `transfer_ms`, or would have taken at least that. One that was late
+        tells something of the link only if it took longer than the latest ones let expect."""
         has_formed = (source, needy) in self._forming
         self._forming.discard((source, needy))
         if outcome != "done":
@@ -144,15 +165,18 @@ class FetchLinks:
         if outcome == "failed":
             self._pairs.failed(source, needy)
         elif outcome != "refused" and kv_bytes > 0:
+            recent = self._recent.get((source, needy))
+            if outcome == "late" and recent is not None and transfer_ms <= recent.least_ms(kv_bytes):
+                return
             self._has_observed = True
             self._links.observe(source, needy, kv_bytes, transfer_ms, now)
             if has_formed and outcome == "done":  # Its time may be that of the connection.
                 return
-            if (recent := self._recent.get((source, needy))) is None:
+            if recent is None:
                 recent = self._recent[source, needy] = _Recent()
                 if len(self._recent) > MAX_PAIRS:
                     del self._recent[next(iter(self._recent))]
-            recent.observe(kv_bytes, transfer_ms, now, is_late=outcome == "late")
+            recent.observe(kv_bytes, transfer_ms, now)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drop a worker that is lost."""

@@ -9,7 +9,16 @@ import msgspec
 import pytest
 
 from disagg.proto.ids import BlockHash, Incarnation, WorkerId
-from disagg.proto.messages import BlocksSnapshot, Load, StepSample, TierCounts, WorkerMetrics, WorkerReport
+from disagg.proto.messages import (
+    EXTENT_TOKENS,
+    BlocksSnapshot,
+    FetchFrom,
+    Load,
+    StepSample,
+    TierCounts,
+    WorkerMetrics,
+    WorkerReport,
+)
 from disagg.router.config import RouterConfig
 from disagg.router.placement import fetches
 from disagg.router.placement.fetches import MAX_SOURCES, STEPS_OF_EACH_END, WON_BY, WON_BY_MS, may_fetch, step_ms
@@ -467,6 +476,75 @@ class TestDispatch:
         assert fleet.place_fetch(prefills(fleet)["p0"], 1.0) is None
 
 
+class TestTrials:
+    """A link that was slow, and of which nothing is known for long: d0 has 512 tokens of the prompt."""
+
+    def slow_link(self) -> Fleet:
+        """The usual time of an extent is a tenth of a millisecond; the latest fetch of this pair took two seconds."""
+        fleet = fleet_of("p0", "d0")
+        report(fleet, D0, 32)
+        for number in range(200):
+            fleet.fetch_links.ended(D1, P1, "done", (number % 7 + 1) << 20, 0.1 * (number % 7 + 1), 1.0)
+        fleet.fetch_links.placed(D0, P0, 1.0)
+        for _ in range(2):
+            fleet.fetch_links.ended(D0, P0, "done", 1 << 20, 2000.0, 1.0)
+        assert fleet.fetch_links.usual_ms(D0, P0, 1 << 20, 1.0) < 5.0
+        return fleet
+
+    def asked(self, fleet: Fleet, now: float, num_tokens: int = NUM_TOKENS) -> tuple[Candidate, FetchFrom | None]:
+        fleet.fetch_links._pairs.used(D0, P0, now)
+        candidate = prefills(fleet, demand_of(num_tokens, now))["p0"]
+        return candidate, fleet.place_fetch(candidate, now)
+
+    def test_one_extent_is_fetched_once_in_a_while(self) -> None:
+        fleet, late = self.slow_link(), 1.1 + RECENT_S
+        for now, is_tried in ((late - 0.2, False), (late, True), (late + RECENT_S, False), (1e5, True)):
+            candidate, ordered = self.asked(fleet, now)
+            assert candidate.fetch is None
+            assert candidate.ready_tokens == 0
+            assert (candidate.trial is not None, ordered is not None) == (is_tried, is_tried)
+            if ordered is not None:
+                limit_ms = 0.05 * prefill_ms(candidate.worker, 0, NUM_TOKENS) + WON_BY_MS
+                assert (ordered.end_token, ordered.timeout_ms) == (EXTENT_TOKENS, limit_ms)
+                assert candidate.asked is candidate.trial
+
+    def test_a_trial_that_was_late_shows_nothing_new(self) -> None:
+        fleet, late = self.slow_link(), 1.1 + RECENT_S
+        candidate, _ = self.asked(fleet, late)
+        assert candidate.trial is not None
+        usual_ms = fleet.fetch_links.usual_ms(D0, P0, 1 << 20, late)
+        fleet.fetch_links.ended(D0, P0, "late", candidate.trial.kv_bytes, candidate.trial.ms, late)
+        assert fleet.fetch_links.usual_ms(D0, P0, 1 << 20, late) == usual_ms
+        assert self.asked(fleet, late + 2.0)[0].asked is None
+
+    def test_a_link_that_is_quick_again_is_used_at_once(self) -> None:
+        fleet, late = self.slow_link(), 1.1 + RECENT_S
+        candidate, _ = self.asked(fleet, late)
+        assert candidate.trial is not None
+        fleet.fetch_links.ended(D0, P0, "done", candidate.trial.kv_bytes, 0.1, late)
+        again, ordered = self.asked(fleet, late + 1.0)
+        assert again.fetch is not None
+        assert ordered is not None
+        assert (again.trial, ordered.end_token) == (None, 512)
+
+    def test_a_link_that_was_not_slow_is_not_tried(self) -> None:
+        """The prompt is computed because of its source's sequences."""
+        fleet = self.slow_link()
+        for _ in range(8):
+            fleet.fetch_links.ended(D0, P0, "done", 1 << 20, 0.1, 2.0)
+        fleet.worker(D0).num_decodes = 10**6
+        assert self.asked(fleet, 2.1 + RECENT_S)[0].asked is None
+
+    def test_a_prompt_whose_part_would_not_do_makes_no_trial(self) -> None:
+        """Two steps of the source take longer than a twentieth of its time and 5 ms."""
+        fleet, late = self.slow_link(), 1.1 + RECENT_S
+        limit_ms = 0.05 * prefill_ms(fleet.worker(P0), 0, NUM_TOKENS) + WON_BY_MS
+        source = fleet.worker(D0)
+        for token_ms, is_tried in ((limit_ms / 2, False), (limit_ms / 2 - 3.0, True)):
+            source.num_decodes, source.token_ms = 1, token_ms
+            assert (self.asked(fleet, late)[0].trial is not None) is is_tried
+
+
 class TestLinks:
     def links(self) -> tuple[FetchLinks, LinkModel]:
         hand_overs = LinkModel()
@@ -499,9 +577,30 @@ class TestLinks:
         assert links.transfer_ms(*pair, 500_000, 12.0) == pytest.approx(1500.0)
         links.ended(*pair, "done", 250_000, 875.0, 13.0)
         assert links.transfer_ms(*pair, 500_000, 14.0) == pytest.approx(1250.0)
-        assert links.transfer_ms(*pair, 500_000, 14.0 + RECENT_S) < 250.0
+        assert links.transfer_ms(*pair, 500_000, 1e6) == pytest.approx(1250.0)
         links.forget(pair[0])
         assert links.transfer_ms(*pair, 500_000, 14.0) < 250.0
+
+    @pytest.mark.parametrize(
+        ("pause_s", "ms", "expected_ms"),
+        [
+            (RECENT_S, 20.0, 1000.0),  # one among others
+            (RECENT_S + 0.1, 20.0, 10.0 + 20.0),  # the only one, half of which counts as latency
+            (RECENT_S + 0.1, 870.0, 1248.333),  # nothing new
+            (RECENT_S + 0.1, 1751.0, 875.5 + 1751.0),
+        ],
+    )
+    def test_what_was_learned_of_a_link_counts_until_something_newer_was(
+        self, pause_s: float, ms: float, expected_ms: float
+    ) -> None:
+        links, at = FetchLinks(RouterConfig(), LinkModel()), 13.0
+        pair = WorkerId("d0"), WorkerId("p0")
+        links.ended(*pair, "done", 1_000_000, 2000.0, 0.0)
+        links.ended(*pair, "done", 250_000, 875.0, at)
+        recent = links._recent[pair]
+        assert recent.least_ms(500_000) == pytest.approx(1250.0)
+        links.ended(*pair, "done", 250_000, ms, at + pause_s)
+        assert recent.least_ms(500_000) == pytest.approx(expected_ms)
 
     @pytest.mark.parametrize(
         ("seen", "expected"),
