@@ -12,14 +12,14 @@ long      conversations whose histories are 8 times what the device caches of th
 agents    conversations that add much at each turn, whose histories the decode workers still have
 local     the same where decode workers may compute prompts, as by default
 source    streams of a worker from which another one fetches
-choice    prefixes of 128 to 4,096 tokens, where loading from a slow disk (choice.py), or fetching over a slow link in
-          simulated time (links.py), and computing cross at about 1,024
+choice    prefixes of 128 to 4,096 tokens, where loading from a slow disk (choice.py; in simulated time disks.py), or
+          fetching over a slow link (in simulated time links.py), and computing cross at about 1,024
 
 computed_none_over_all      prompt tokens that are computed, without tiers over with all
 turn2_ttft_over_none        median TTFT of later turns of agents, with fetches over without
 restart_computed_over_cold  prompt tokens that the turn after the restart computes, with a disk over without
 choice_worst                TTFT as chosen over the better of computed and loaded, less 5 ms, at the worst length; with
-                            the disk or the link, whichever is worse
+                            the disk or the link, at once or after a pause, whichever is worst
 *_answer_p50_over_none      median time to the last token of later turns
 source_itl_p99_over_rest    p99 of the time between tokens of a source's streams, with fetches over without
 wrong                       answers whose tokens are not those of the cluster without tiers
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulator.tiers import reuse_trace
-from benchmarks.tiers import figures, links
+from benchmarks.tiers import disks, figures, links
 from benchmarks.tiers.choice import LENGTHS, Choice
 from benchmarks.tiers.clusters import ALL, DISK, MODES, NONE, PEER, config, counters_of, restart_workers
 from benchmarks.tiers.conversations import Client, Workload
@@ -148,7 +148,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     if CHOICE in options.only:
         say(CHOICE)
         rows += Choice(worker_config(options.model), options.lengths, options.repeats + 1).rows()
-        rows += links.rows([length for length in options.lengths if length <= links.LONGEST])
+        lengths = [length for length in options.lengths if length <= links.LONGEST]
+        for pause_s in (0.0, links.PAUSE_S):
+            rows += [*links.rows(lengths, pause_s), *disks.rows(lengths, pause_s)]
     return rows
 
 

@@ -13,7 +13,16 @@ from tests.support.reports import percentile
 
 Row = Mapping[str, Any]
 LONG, AGENTS, LOCAL = "long", "agents", "local"
-CHOICE, CHOICE_OF_LINK = CHOICES = "choice", "choice of a link"
+CHOICE, CHOICE_OF_LINK, CHOICE_OF_DISK = "choice", "choice of a link", "choice of a disk"
+AFTER_A_PAUSE = " after a pause"
+WORST = {
+    CHOICE: "choice_disk_worst",
+    CHOICE_OF_LINK: "choice_link_worst",
+    CHOICE_OF_LINK + AFTER_A_PAUSE: "choice_link_paused_worst",
+    CHOICE_OF_DISK: "choice_simulated_disk_worst",
+    CHOICE_OF_DISK + AFTER_A_PAUSE: "choice_simulated_disk_paused_worst",
+}
+"""Figure of each part that is about a choice."""
 CONVERSATIONS = (LONG, AGENTS, LOCAL)
 
 
@@ -129,10 +138,10 @@ def summarize(rows: Sequence[Row], reuse_trace: float | None) -> dict[str, float
     flat["source_itl_p99_over_rest"] = ratio(
         _percentile(source_gaps(rows, FETCHING), 99), _percentile(source_gaps(rows, AT_REST), 99)
     )
-    chosen = {part: [dict(row) for row in rows if row["part"] == part] for part in CHOICES}
+    chosen = {part: [dict(row) for row in rows if row["part"] == part] for part in WORST}
     worst = {part: choice.worst(found) for part, found in chosen.items()}
     flat["choice_worst"] = max([value for value in worst.values() if value is not None], default=None)
-    flat["choice_disk_worst"], flat["choice_link_worst"] = worst[CHOICE], worst[CHOICE_OF_LINK]
+    flat |= {name: worst[part] for part, name in WORST.items()}
     flat["wrong"] = float(num_wrong(rows) + sum(choice.num_wrong(found) for found in chosen.values()))
     flat["failed"] = float(sum(len(row.get("errors", ())) for row in rows))
     flat["reuse_trace"] = reuse_trace
@@ -177,7 +186,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...], list[tuple[s
     if all(gaps for _, gaps in phases):
         lines = [(phase, *(f"{percentile(gaps, p):.1f}" for p in (50, 99))) for phase, gaps in phases]
         found.append(("a source's streams: ITL ms", ("phase", "p50", "p99"), lines))
-    for part in CHOICES:
+    for part in WORST:
         chosen = [dict(row) for row in rows if row["part"] == part]
         if not chosen:
             continue
