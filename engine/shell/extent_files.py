@@ -1,6 +1,7 @@
 """A folder with extents of KV: what is in it, and how a file is written so that it is whole or not there.
 
-    <path>/.lock                 held by the worker whose folder it is; a shared folder has none
+    <path>/.lock                 held by the worker whose folder it is, whose host and process it names; a shared folder
+                                 has none
     <path>/<store>/<name>.kv     files of one model, layout and number of ranks; see `tiers/extent_file.py`
 
 A file is written under another name, and renamed when it is complete. It is not synchronized with the disk: one that a
@@ -32,6 +33,8 @@ GONE = "gone"
 LOCK_WAIT_S = 10.0
 """How long a worker that starts waits for a folder that another one has: it may be its last process, which ends."""
 _LOCK_TRIED_EVERY_S = 0.1
+_MOST_OF_HOLDER = 200
+"""Bytes that are read of who holds a folder."""
 _TEMPORARY = ".tmp"
 _STORE = re.compile(r"[0-9a-f]{32}")
 _LATER = frozenset(
@@ -225,11 +228,18 @@ class ExtentFiles:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            holder = ""
+            with contextlib.suppress(OSError):
+                holder = os.read(lock, _MOST_OF_HOLDER).decode("ascii", "replace").strip()
             os.close(lock)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise _TakenError(f"{PATH_KEY}: {self.folder} is used by another worker") from error
+                which = f", {holder}" if holder and holder.isprintable() else ""
+                raise _TakenError(f"{PATH_KEY}: {self.folder} is used by another worker{which}") from error
             raise
         self._lock = lock
+        with contextlib.suppress(OSError):  # full or read only: then nobody is told who has it
+            os.ftruncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.iterdir():

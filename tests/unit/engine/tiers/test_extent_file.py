@@ -190,10 +190,17 @@ def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     files = files_in(tmp_path / "own")
-    with pytest.raises(ConfigError, match=r"kv_cache.tiers.disk.path: .*own is used by another worker"):
-        files_in(tmp_path / "own")
+    holder = f"process {os.getpid()} on {os.uname().nodename}"
+    for written, named in ((None, f", {holder}"), ("", ""), ("\x1b[2J", ""), ("x" * 1000, ", " + "x" * 200)):
+        if written is not None:
+            (tmp_path / "own" / ".lock").write_text(written)
+        with pytest.raises(ConfigError) as refused:
+            files_in(tmp_path / "own")
+        folder = tmp_path / "own"
+        assert str(refused.value) == f"kv_cache.tiers.disk.path: {folder} is used by another worker{named}"
     files.close()
     files_in(tmp_path / "own").close()
+    assert (tmp_path / "own" / ".lock").read_text() == f"{holder}\n"
     with_others = [files_in(tmp_path / "shared", is_shared=True) for _ in range(2)]
     with_others[0].write(FIRST, payload())
     assert with_others[1].scan(64).extents == [FIRST]
