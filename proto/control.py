@@ -81,13 +81,20 @@ class WorkerProven(Message, frozen=True, kw_only=True, tag=True):
     """A probe went through the worker, and it counts as ready. The worker remembers this for the next controller."""
 
 
+class ForgetTenants(Message, frozen=True, kw_only=True, tag=True):
+    """Drop the KV that is kept of these tenants and that no sequence uses, and delete its files. Sent behind the
+    welcome to a worker that may have missed it, and to all that are registered."""
+
+    tenant_tags: tuple[bytes, ...]
+
+
 class WorkerRejected(Message, frozen=True, kw_only=True, tag=True):
     """The controller did not request this worker (any more), or it does not fit the others: its process should end."""
 
     reason: str
 
 
-ControllerToWorker = WorkerWelcome | WorkerProven | WorkerRejected
+ControllerToWorker = WorkerWelcome | WorkerProven | ForgetTenants | WorkerRejected
 
 
 # ---------------------------------------------------------------- gateway <-> controller
@@ -280,6 +287,13 @@ class DrainRequest(Message, frozen=True, kw_only=True, tag=True):
     """
 
 
+class ForgetRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Have all workers drop the KV of a tenant, those that do not run before they serve again. Answered as soon as it
+    is noted."""
+
+    tenant_tag: bytes
+
+
 class ApplyRequest(Message, frozen=True, kw_only=True, tag=True):
     """Give the cluster another configuration. Answered with `ApplyReply` as soon as it is noted."""
 
@@ -324,7 +338,16 @@ class ListAdapters(Message, frozen=True, kw_only=True, tag=True):
 
 
 AdapterRequest = AddAdapter | RemoveAdapter | ListAdapters
-ControlRequest = ScaleRequest | DrainRequest | ApplyRequest | StateRequest | AddAdapter | RemoveAdapter | ListAdapters
+ControlRequest = (
+    ScaleRequest
+    | DrainRequest
+    | ForgetRequest
+    | ApplyRequest
+    | StateRequest
+    | AddAdapter
+    | RemoveAdapter
+    | ListAdapters
+)
 
 
 class PoolState(Message, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import grpc
@@ -28,6 +28,7 @@ from disagg.proto.control import (
     ControllerToWorker,
     ControlReply,
     ControlRequest,
+    ForgetTenants,
     WorkerFailed,
     WorkerHeartbeat,
     WorkerHello,
@@ -56,6 +57,7 @@ class RegisterLink(BlockingStream):
         secret: the cluster's secret.
         on_rejected: called once, on the link's thread, when the worker is to end; must not block.
         heartbeat: the worker's next heartbeat; called on a thread of gRPC.
+        forget: called with tags of tenants whose KV is to be dropped, on the link's thread; must not block.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class RegisterLink(BlockingStream):
         secret: ClusterSecret,
         on_rejected: Callable[[], None],
         heartbeat: Callable[[], WorkerHeartbeat] = WorkerHeartbeat,
+        forget: Callable[[Sequence[bytes]], None] = lambda tags: None,
     ) -> None:
         super().__init__(REGISTER, resolve, secret)
+        self._forget = forget
         self._heartbeat = heartbeat
         self._on_rejected = on_rejected
 
@@ -82,6 +86,8 @@ class RegisterLink(BlockingStream):
                     reply = decode(frame)
                     welcome = True
                     is_proven = is_proven or isinstance(reply, WorkerProven)
+                    if isinstance(reply, ForgetTenants):
+                        self._forget(reply.tenant_tags)
                     if isinstance(reply, WorkerRejected):
                         logger.warning("%s: the controller rejected it: %s; stopping", info.worker_id, reply.reason)
                         self._on_rejected()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,7 @@ from disagg.cluster.control.service import ControllerService
 from disagg.cluster.control.supervisor import ProcessIncarnation, Supervisor
 from disagg.cluster.core import events
 from disagg.cluster.core.core import ControlCore, Settings
+from disagg.cluster.core.forgotten import is_old
 from disagg.cluster.core.gateways import gateway_names, is_gateway
 from disagg.cluster.core.probes import Probe
 from disagg.cluster.core.rollout import Desired
@@ -52,6 +54,8 @@ from disagg.proto.control import (
     ControlState,
     DrainRequest,
     ExpectedWorkers,
+    ForgetRequest,
+    ForgetTenants,
     GatewaySettings,
     PoolName,
     ScaleRequest,
@@ -241,6 +245,8 @@ class Controller:
             await self._resize(request.sizes)
         elif isinstance(request, DrainRequest):
             self._handle(events.Drain(request.worker_id, request.deadline_s))
+        elif isinstance(request, ForgetRequest):
+            await self._forget(request.tenant_tag)
         self._observe(self._core)
         return self._service.with_counts(self._state)
 
@@ -264,6 +270,12 @@ class Controller:
         self._handle(events.Apply(plan))
         await self._flush()
         return reply
+
+    async def _forget(self, tenant_tag: bytes) -> None:
+        """Tell all workers that are registered, and note it for the others."""
+        self._service.tell_workers(ForgetTenants(tenant_tags=(tenant_tag,)))
+        self._handle(events.Forget(tenant_tag, time.time()))
+        await self._flush()
 
     async def _resize(self, sizes: Mapping[PoolName, int]) -> None:
         """Set the sizes of these pools, 0 or more."""
@@ -394,8 +406,10 @@ class Controller:
                 self._save(core)
             case events.Configure(generation=generation):
                 self._configure(generation)
-            case events.Accept(worker_id=worker_id, incarnation=incarnation):
+            case events.Accept(worker_id=worker_id, incarnation=incarnation, forget=forget):
                 self._service.reply(worker_id, incarnation, WorkerWelcome())
+                if tags := tuple(note.tenant_tag for note in forget if not is_old(note, time.time())):
+                    self._service.reply(worker_id, incarnation, ForgetTenants(tenant_tags=tags))
             case events.Proven(worker_id=worker_id, incarnation=incarnation):
                 self._service.reply(worker_id, incarnation, WorkerProven())
             case events.Reject(worker_id=worker_id, incarnation=incarnation, reason=reason):

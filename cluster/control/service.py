@@ -97,6 +97,11 @@ class ControllerService:
         if (replies := self._workers.get((worker_id, incarnation))) is not None:
             replies.put_nowait(reply)
 
+    def tell_workers(self, message: ControllerToWorker) -> None:
+        """Send a message to all workers that are connected."""
+        for replies in self._workers.values():
+            replies.put_nowait(message)
+
     def send(self, frame: bytes) -> None:
         """Send a frame to all gateways."""
         for frames in self._followers.values():

@@ -198,6 +198,8 @@ class ControlCore:
                 self._out += self._desired.scale(sizes)
             case events.Apply(plan=plan):
                 self._out += self._desired.apply(plan, now)
+            case events.Forget(tenant_tag=tag, at_s=at_s):
+                self._out += self._desired.forget(tag, at_s)
             case events.Drain(worker_id=name, deadline_s=deadline_s):
                 self._drain(self._workers[name], now, deadline_s)
             case events.WorkerRegistered(info=info, is_proven=is_proven):
@@ -287,7 +289,7 @@ class ControlCore:
             self._out.append(events.Reject(name, incarnation, why))
             worker.fault("failed", why, now)
         else:
-            self._out.append(events.Accept(name, incarnation))
+            self._out.append(events.Accept(name, incarnation, self._desired.forgotten.due(name)))
             if worker.phase == "draining":
                 return
             was_ready = is_proven or (worker.is_proven and worker.is_current(incarnation))
@@ -302,6 +304,7 @@ class ControlCore:
 
     def _ready(self, worker: Worker, info: WorkerInfo, now: float) -> None:
         worker.ready(info, now)
+        self._out += self._desired.was_ready(worker.worker_id)
         self._note_registered(worker)
         self._resume_drains(now)
 

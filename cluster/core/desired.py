@@ -35,6 +35,8 @@ class DesiredState:
         self.latest = desired.latest
         """The generation that was requested last."""
         self.rolled_back = desired.rolled_back
+        self.forgotten = desired.forgotten
+        """Tenants whose KV workers drop when they come back."""
         self.drain_timeout_s = drain_timeout_s
         self.rollout: Rollout | None = None
         self._plan = desired.plan
@@ -53,7 +55,13 @@ class DesiredState:
 
     def saved(self) -> Desired:
         """The desired state, to be saved for the next controller."""
-        return Desired(target=self.target, plan=self.plan, latest=self.latest, rolled_back=self.rolled_back)
+        return Desired(
+            target=self.target,
+            plan=self.plan,
+            latest=self.latest,
+            rolled_back=self.rolled_back,
+            forgotten=self.forgotten,
+        )
 
     def is_changing(self, pool: PoolName) -> bool:
         """Whether a rollout controls the size of a pool."""
@@ -77,6 +85,16 @@ class DesiredState:
         if self.rollout is not None:
             self.rollout.resize(sizes)
         return [Save()]
+
+    def forget(self, tenant_tag: bytes, at_s: float) -> list[Command]:
+        """Note a tenant. `at_s`: the time, in seconds since the epoch."""
+        self.forgotten = self.forgotten.noted(tenant_tag, at_s)
+        return [Save()]
+
+    def was_ready(self, worker_id: WorkerId) -> list[Command]:
+        """Note that a worker was told what it has to drop."""
+        before, self.forgotten = self.forgotten, self.forgotten.was_ready(worker_id)
+        return [] if self.forgotten is before else [Save()]
 
     def apply(self, plan: Plan, now: float) -> list[Command]:
         """Begin the rollout of another configuration."""

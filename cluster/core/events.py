@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from disagg.cluster.core.forgotten import Note
 from disagg.cluster.core.gateways import GATEWAY
 from disagg.cluster.core.probes import Probe
 from disagg.cluster.core.rollout import Plan
@@ -19,6 +20,15 @@ class Scale:
     """An operator sets the desired sizes; already checked by `ControlCore.refusal`."""
 
     sizes: Mapping[PoolName, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """An operator has the KV of a tenant dropped; the workers that are registered are told otherwise."""
+
+    tenant_tag: bytes
+    at_s: float
+    """The time, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +198,7 @@ class Tick:
 
 Event = (
     Scale
+    | Forget
     | Apply
     | Drain
     | WorkerRegistered
@@ -262,6 +273,8 @@ class Accept:
 
     worker_id: WorkerId
     incarnation: Incarnation
+    forget: tuple[Note, ...] = ()
+    """Tenants whose KV it has to drop."""
 
 
 @dataclass(frozen=True, slots=True)

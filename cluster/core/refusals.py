@@ -13,6 +13,7 @@ from disagg.proto.control import (
     ControlRefused,
     ControlRequest,
     DrainRequest,
+    ForgetRequest,
     PoolName,
     ScaleRequest,
     StateRequest,
@@ -40,7 +41,9 @@ def refusal(
         workers: all of them.
         is_adopting: whether the controller waits for the workers of an earlier one.
     """
-    if isinstance(request, StateRequest | AdapterRequest) or (isinstance(request, ApplyRequest) and request.dry_run):
+    if isinstance(request, StateRequest | AdapterRequest | ForgetRequest):
+        return None
+    if isinstance(request, ApplyRequest) and request.dry_run:
         return None
     if plan is not None and (isinstance(request, ApplyRequest) or _models_of(request) & plan.models):
         what = f"{plan.old.generation} of the configuration is being taken back"

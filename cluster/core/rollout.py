@@ -24,6 +24,7 @@ from typing import Literal
 
 import msgspec
 
+from disagg.cluster.core.forgotten import Forgotten
 from disagg.cluster.core.workers import Worker
 from disagg.proto.control import PoolName, RolledBack, RolloutState
 from disagg.proto.ids import WorkerId, model_of
@@ -151,6 +152,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     latest: int = 1
     """The generation that was requested last."""
     rolled_back: RolledBack | None = None
+    forgotten: Forgotten = Forgotten()
+    """Tenants whose KV workers drop when they come back."""
 
 
 def configured(desired: Desired) -> int:

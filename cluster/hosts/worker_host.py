@@ -66,7 +66,7 @@ class WorkerHost:
         self._worker.stages.add(phases)
         self.crashed = self._worker.crashed
         self.rejected = threading.Event()
-        self._link = RegisterLink(resolve, secret, self.rejected.set, self._heartbeat)
+        self._link = RegisterLink(resolve, secret, self.rejected.set, self._heartbeat, self._worker.forget_tenants)
 
     def start(self) -> None:
         """Pin, load the model, listen, register; see `Host`."""

@@ -472,6 +472,11 @@ class Worker:
                 self._dispatch(message)
         self.flush()
 
+    def forget_tenants(self, tags: Sequence[bytes]) -> None:
+        """Drop what is kept of tenants. Any thread, once the worker has started."""
+        for tag in tags:
+            self.post(commands.ForgetTenant(tag))
+
     def _dispatch(self, dispatch: Dispatch) -> None:
         spec = dispatch.spec
         for role in self._roles:

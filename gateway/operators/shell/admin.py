@@ -37,6 +37,7 @@ from disagg.gateway.operators.unknown_tenants import unknown_tenant
 from disagg.gateway.requests.refusals import Refusals
 from disagg.gateway.status import abort_on_error
 from disagg.gateway.usage.counts import DEFAULT_DAYS, MAX_DAYS, MAX_ROWS, NO_USAGE, UsageView
+from disagg.proto.block_hash import tenant_tag
 from disagg.proto.clock.process_clock import process_clock
 from disagg.proto.control import (
     AddAdapter,
@@ -45,6 +46,7 @@ from disagg.proto.control import (
     ControlRequest,
     ControlState,
     DrainRequest,
+    ForgetRequest,
     ListAdapters,
     PoolKind,
     PoolName,
@@ -66,6 +68,7 @@ logger = logging.getLogger(__name__)
 Control = Callable[[ControlRequest], Awaitable[ControlReply]]
 """Calls the controller; raises `UnavailableError` when it does not answer."""
 
+NO_CONTROLLER: Final = "no_controller"
 DEFAULT_READY_TIMEOUT_S = 300.0
 MAX_READY_TIMEOUT_S = 86_400.0
 DEFAULT_INTERVAL_MS = 1000
@@ -91,7 +94,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 async def no_controller(request: ControlRequest) -> ControlReply:
     """A `Control` for gateways without a controller."""
-    raise UnavailableError("this gateway has no controller", "no_controller")
+    raise UnavailableError("this gateway has no controller", NO_CONTROLLER)
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
@@ -210,6 +213,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def ForgetTenant(self, request: pb.ForgetTenantRequest, context: Context) -> pb.ForgetTenantResponse:
         async with abort_on_error(context), self._change(context, f"forget tenant {request.tenant[:MAX_CHARS]}"):
             told = self._router.forget(request.tenant)
+            await self._note_forgotten(request.tenant)
             if problem := unknown_tenant(request.tenant, self._rights.tenants()):
                 missed = sorted(worker_id for worker_id, is_told in told.items() if not is_told)
                 unreached = f" but {', '.join(missed)}" if missed else ""
@@ -218,6 +222,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 workers=sorted(worker_id for worker_id, is_told in told.items() if is_told),
                 missed=sorted(worker_id for worker_id, is_told in told.items() if not is_told),
             )
+
+    async def _note_forgotten(self, tenant: str) -> None:
+        """Have the controller tell workers that do not run now. Raises `UnavailableError` where it cannot be asked."""
+        try:
+            state_in(await self._control(ForgetRequest(tenant_tag=tenant_tag(tenant))))
+        except UnavailableError as error:
+            if error.code != NO_CONTROLLER:
+                text = f"{error.message}; workers that start later are not told: repeat this"
+                raise UnavailableError(text, error.code) from error
 
     @override
     async def ApplyConfig(self, request: pb.ApplyConfigRequest, context: Context) -> pb.ApplyConfigResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,6 +107,39 @@ def test_a_controller_that_comes_back_finds_everybody_and_no_stream_minds(tmp_pa
             tokens += [token for delta in stream for token in delta.token_ids]
     assert tokens == fake_generate(PROMPT, NUM_TOKENS)
     assert launcher.killed == []
+
+
+def test_a_worker_that_does_not_run_forgets_a_tenant_before_it_serves_again(tmp_path: Path) -> None:
+    tiers = {"min_tokens": 128, "disk": {"path": str(tmp_path / "kv"), "bytes": "1MiB"}}
+    plan = plan_cluster(
+        parse_config(
+            {
+                **FAKE,
+                "mode": "colocated",
+                "model": {"path": "fake", "max_model_len": 400},
+                "pools": {"colocated": {"num_blocks": 64}},
+                "kv_cache": {"tiers": tiers},
+            }
+        )
+    )
+
+    def num_files() -> int:
+        return len([*(tmp_path / "kv").rglob("*.kv")])
+
+    launcher = ProcessLauncher(tmp_path, SECRET)
+    with (
+        running(plan, launcher) as (controller, _),
+        Client(controller.state().gateways[0].address) as client,
+    ):
+        for _ in client.stream(tuple(range(300)), max_tokens=4, temperature=0.0):
+            pass
+        assert wait_until(lambda: num_files() == 2)
+        os.kill(launcher.pid("colocated-0"), signal.SIGKILL)
+        assert wait_until(lambda: controller.state().workers[0].phase != "ready")
+        client.forget("")
+        assert num_files() == 2
+        assert wait_until(lambda: controller.state().is_settled)
+        assert wait_until(lambda: not num_files())
 
 
 def test_a_drain_goes_on_under_the_next_controller(tmp_path: Path) -> None:

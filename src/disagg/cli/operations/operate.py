@@ -86,12 +86,11 @@ def run_drain(
 
 
 def run_forget(address: str, tenant: str, console: Console) -> None:
-    """Have all workers drop the KV of a tenant. Raises `LaunchError` if some were not reached."""
+    """Have all workers drop the KV of a tenant, those that are not reached before they serve again."""
     with open_client(address) as client:
         workers, missed = client.forget(tenant)
-    console.print(f"{len(workers)} workers drop what they keep of it", highlight=False)
-    if missed:
-        raise LaunchError(f"not reached: {', '.join(missed)}; repeat this when they are ready")
+    away = f"; before they serve again {', '.join(missed)}" if missed else ""
+    console.print(f"{len(workers)} workers drop what they keep of it{away}", highlight=False)
 
 
 def wait_settled(
