@@ -65,9 +65,12 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag=True):
     """A heartbeat of a worker, periodically after its hello."""
 
     turn_s: float = 0.0
-    """Time for which its engine has been in its present turn, in seconds; 0 where it waits."""
+    """Time for which its engine has been in its present turn, or has waited for a copy of KV, in seconds; 0 where it
+    waits for nothing of its own."""
     expected_s: float = 0.0
     """Predicted duration of that turn in seconds; 0 where no turn lasts long."""
+    doing: str = ""
+    """What takes that long, for the log; empty for a step."""
 
 
 WorkerToController = WorkerHello | WorkerFailed | WorkerStarting | WorkerHeartbeat

@@ -866,8 +866,8 @@ class WorkerReport(Message, frozen=True, kw_only=True, tag=True):
     metrics: WorkerMetrics | None = None
     """Counters since the worker started; absent where none of them changed."""
     turn_s: float = 0.0
-    """Time for which the engine has been in its present turn (one step and what comes with it), in seconds; 0 where it
-    waits."""
+    """Time for which the engine has been in its present turn (one step and what comes with it), or has waited for a
+    copy of KV, in seconds; 0 where it waits for nothing of its own."""
     expected_s: float = 0.0
     """Predicted duration of that turn in seconds; 0 where no turn lasts long."""
     adapters: tuple[AdapterState, ...] = ()

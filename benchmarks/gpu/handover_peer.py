@@ -90,7 +90,7 @@ def send_all(side: Side, transport: PairTransport) -> dict[str, Any]:
     def fail(failed: GatherFailed) -> None:
         free.put((-1, f"gather: {failed.error}"))
 
-    watch = CopyWatch(send, fail)
+    watch = CopyWatch(send, fail, time.monotonic)
     for seq, (start, end) in enumerate(side.chunks):
         slot = taken(free)
         slot_of[seq] = slot

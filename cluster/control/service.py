@@ -209,7 +209,7 @@ class ControllerService:
     async def _read_heartbeats(self, requests: AsyncIterator[bytes], process: ProcessIncarnation) -> None:
         async for message in _messages(requests, WorkerToController, process.name):
             if isinstance(message, WorkerHeartbeat):
-                self._supervisor.heartbeat(process, message.turn_s, expected_s=message.expected_s)
+                self._supervisor.heartbeat(process, message.turn_s, message.doing, message.expected_s)
 
     async def _follow(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         hello = await _decode(await anext(requests, b""), GatewayToController, context)

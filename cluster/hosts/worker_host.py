@@ -91,7 +91,8 @@ class WorkerHost:
         self._link.start(info)
 
     def _heartbeat(self) -> WorkerHeartbeat:
-        return WorkerHeartbeat(turn_s=self._worker.turn_s(), expected_s=self._worker.expected_s())
+        worker = self._worker
+        return WorkerHeartbeat(turn_s=worker.turn_s(), expected_s=worker.expected_s(), doing=worker.doing())
 
     def stop(self) -> None:
         """Leave the cluster and end the worker."""

@@ -243,6 +243,16 @@ class EngineCore:
         self._steps.watch(wake)
 
     @property
+    def num_steps_done(self) -> int:
+        """Steps that have ended since the start, in whatever way."""
+        return self._steps.num_done
+
+    @property
+    def num_steps_under_way(self) -> int:
+        """Steps that are launched and whose results are not known."""
+        return self._steps.num_under_way
+
+    @property
     def is_waiting_for_step(self) -> bool:
         """Whether `run_step` would only wait for a queued step, of whose end `watch_steps` will tell."""
         return not self.planned.entries and self._steps.is_awaited

@@ -187,6 +187,11 @@ class Steps:
         return bool(self._under_way)
 
     @property
+    def num_under_way(self) -> int:
+        """How many such steps there are."""
+        return len(self._under_way)
+
+    @property
     def oldest(self) -> StepPlan:
         """The first of the steps under way; empty without any."""
         return self._under_way[0].plan if self._under_way else NOTHING

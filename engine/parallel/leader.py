@@ -54,8 +54,12 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_TIMEOUT_S = 300.0
 """Kernels are compiled in the first one."""
-COPY_TIMEOUT_S = 60.0
-"""How long a follower may take for one copy; it may be in the middle of the step before."""
+COPY_TIMEOUT_S = 600.0
+"""How long a follower may take for one copy, which may be behind several steps: as `OPERATION_TIMEOUT_S` of
+`runner/collectives.py`, beyond what any takes. One that hangs is known long before, by the length of the turn or of the
+wait for the copy (`recovery.stuck_after_s`)."""
+READ_TIMEOUT_S = 60.0
+"""How long a follower may take to read an adapter; it may be in the middle of a step."""
 
 
 class GroupRunner(ModelRunner):
@@ -152,10 +156,10 @@ class GroupRunner(ModelRunner):
         for rank in ranks:
             self._followers.call(rank, ReadAdapter(call=0, adapter=adapter), answers.reply_of(rank))
         loaded = self._local.read_adapter(adapter)
-        done = answers.wait(COPY_TIMEOUT_S)
+        done = answers.wait(READ_TIMEOUT_S)
         for rank in ranks:
             if rank not in done:
-                raise AdapterError("missing", f"rank {rank} did not read it in {COPY_TIMEOUT_S:.0f} s")
+                raise AdapterError("missing", f"rank {rank} did not read it in {READ_TIMEOUT_S:.0f} s")
             if not done[rank].ok:
                 raise rank_fault(rank, done[rank].error)
         return loaded

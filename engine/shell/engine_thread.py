@@ -96,13 +96,13 @@ class EngineThread:
         """What steps resulted in and was not delivered yet; empty while the thread sleeps."""
         self._kept_added: list[AttemptKey] = []
         """Sequences that were added and not delivered yet."""
-        self._copies = CopyWatch(on_gathered, self.post)
+        self._clock = process_clock().now
+        self._copies = CopyWatch(on_gathered, self.post, self._clock)
         self._stopping = False
         self._step_ended = 0.0
         self._commands_done = 0.0
         self._is_unchecked = False
         """There is no sequence, and since the last one it was not checked that nothing is held."""
-        self._clock = process_clock().now
         self._turn_began: float | None = None
         """Start of the current turn; None between two turns. Turns that wait for the same step count as one."""
         self._is_interrupted = False
@@ -134,13 +134,21 @@ class EngineThread:
         return future
 
     def turn_s(self) -> float:
-        """Duration of the current turn so far; 0 between two turns. Any thread."""
-        began = self._turn_began
-        return 0.0 if began is None else self._clock() - began
+        """Duration of the current turn so far, or of the wait for a copy out of the cache, if that is longer; 0 between
+        two turns without such a copy. Any thread."""
+        return max(self._present_turn_s(), self._copies.waiting_s())
+
+    def doing(self) -> str:
+        """What takes as long as `turn_s` says, for the log; empty for a step. Any thread."""
+        return "waiting for a copy of KV" if self._copies.waiting_s() > self._present_turn_s() else ""
 
     def expected_s(self) -> float:
         """Predicted duration of the current turn; 0 where no turn lasts long. Any thread."""
         return self._expected_s
+
+    def _present_turn_s(self) -> float:
+        began = self._turn_began
+        return 0.0 if began is None else self._clock() - began
 
     @property
     def num_copies(self) -> int:
@@ -220,6 +228,7 @@ class EngineThread:
         if self._is_interrupted:
             return
         events = self._core.run_step()
+        self._copies.steps_ended(self._core.num_steps_done)
         if not events and self._core.idle_step_at(started) <= started:
             self._idle_step()
             return
@@ -315,7 +324,7 @@ class EngineThread:
         """The events without copies that were only begun: their answers come by themselves."""
         for event in events:
             if isinstance(event, Gathering):
-                self._copies.watch(event)
+                self._copies.watch(event, self._core.num_steps_done + self._core.num_steps_under_way)
         return [event for event in events if not isinstance(event, Gathering)]
 
     def _next_gather(self) -> tuple[float, Command] | None:

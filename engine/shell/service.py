@@ -100,7 +100,8 @@ class ServedWorker(Protocol):
         ...
 
     def turn_s(self) -> float:
-        """Duration of the engine's current turn so far; 0 where it waits. Any thread."""
+        """Duration of the engine's current turn so far, or of its wait for a copy of KV; 0 where it waits for nothing
+        of its own. Any thread."""
         ...
 
     def expected_s(self) -> float:

@@ -512,8 +512,13 @@ class Worker:
         return self._pending_prompts.num_tokens(self._owns)
 
     def turn_s(self) -> float:
-        """Duration of the engine's current turn so far; 0 where it waits. Any thread."""
+        """Duration of the engine's current turn so far, or of its wait for a copy of KV; 0 where it waits for nothing
+        of its own. Any thread."""
         return self._engine.turn_s()
+
+    def doing(self) -> str:
+        """What takes that long, for the log; empty for a step. Any thread."""
+        return self._engine.doing()
 
     def expected_s(self) -> float:
         """Predicted duration of the engine's current turn; 0 where no turn lasts long. Any thread."""

@@ -26,6 +26,7 @@ from disagg.engine.commands import (
 from disagg.engine.fake_runner import FakeModelRunner
 from disagg.engine.kv_transfer.transport import UNKEYED
 from disagg.engine.plan import Buffer, Copying
+from disagg.engine.shell import engine_thread
 from disagg.engine.shell.copy_watch import CopyWatch
 from disagg.proto.messages import ONE_RANK, ParallelShape
 from tests.support.engine import (
@@ -40,7 +41,7 @@ from tests.support.engine import (
     make_spec,
     new_buffer,
 )
-from tests.unit.engine.shell.test_engine_thread import WAIT_S, Harness
+from tests.unit.engine.shell.test_engine_thread import WAIT_S, FakeClock, Harness, SignallingRunner
 
 KEY = key_of("a")
 PROMPT = make_prompt(20)
@@ -54,11 +55,13 @@ class PlayedCopying(Copying):
     data: Buffer = None
     error: Exception | None = None
     over: threading.Event = field(default_factory=threading.Event)
+    waited_for: threading.Event = field(default_factory=threading.Event)
 
     def is_done(self) -> bool:
         return self.over.is_set()
 
     def wait(self) -> None:
+        self.waited_for.set()
         assert self.over.wait(WAIT_S)
         if self.error is not None:
             raise self.error
@@ -71,7 +74,8 @@ class Copies:
     def __init__(self) -> None:
         self.answers: queue.SimpleQueue[Gathered] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[GatherFailed] = queue.SimpleQueue()
-        self.watch = CopyWatch(self.answers.put, self.failures.put)
+        self.now = 0.0
+        self.watch = CopyWatch(self.answers.put, self.failures.put, lambda: self.now)
 
 
 @pytest.fixture
@@ -121,6 +125,38 @@ def test_without_a_copy_there_is_no_thread(copies: Copies) -> None:
     before = threading.active_count()
     assert copies.watch.stop(0.0)
     assert threading.active_count() == before
+
+
+def test_the_time_of_a_wait_is_that_of_the_oldest_copy(copies: Copies) -> None:
+    assert copies.watch.waiting_s() == 0.0
+    first, second = PlayedCopying(new_buffer(3)), PlayedCopying(new_buffer(5))
+    for seq, copying in enumerate((first, second)):
+        copies.watch.watch(Gathering(KEY, seq, copying))
+    assert first.waited_for.wait(WAIT_S)
+    copies.now = 40.0
+    assert copies.watch.waiting_s() == 40.0
+    first.over.set()
+    assert second.waited_for.wait(WAIT_S)
+    assert copies.watch.waiting_s() == 0.0
+    copies.now = 41.5
+    assert copies.watch.waiting_s() == 1.5
+    second.over.set()
+    assert copies.watch.stop(WAIT_S)
+    assert copies.watch.waiting_s() == 0.0
+
+
+def test_a_copy_is_waited_for_from_the_end_of_the_last_step_before_it(copies: Copies) -> None:
+    copies.watch.steps_ended(7)
+    copying = PlayedCopying(new_buffer(3))
+    copies.watch.watch(Gathering(KEY, 0, copying), num_steps_before=9)
+    assert copying.waited_for.wait(WAIT_S)
+    waits = []
+    for now, num_steps in [(10.0, 7), (20.0, 8), (30.0, 9), (40.0, 10), (50.0, 30)]:
+        copies.now = now
+        copies.watch.steps_ended(num_steps)
+        waits.append(copies.watch.waiting_s())
+    assert waits == [10.0, 0.0, 0.0, 10.0, 20.0]
+    copying.over.set()
 
 
 # ---------------------------------------------------------------- with an engine
@@ -242,3 +278,53 @@ def test_a_copy_for_a_fetch_beside_a_stream_is_waited_for() -> None:
     answer = harness.gathered.get(timeout=WAIT_S)
     assert (answer.key, answer.seq, answer.ok) == (key, 0, True)
     assert harness.thread.stop(WAIT_S)
+
+
+class StagesRunner(SignallingRunner):
+    """Other ranks compute its steps, and have to make its copies: each is over when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: queue.SimpleQueue[PlayedCopying] = queue.SimpleQueue()
+
+    def start_gather(
+        self,
+        block_table: Sequence[int],
+        start: int,
+        end: int,
+        out: Buffer,
+        peer: ParallelShape = ONE_RANK,
+        *,
+        digests: bool = False,
+        group: int = 0,
+    ) -> Copying:
+        copying = PlayedCopying(out)
+        self.begun.put(copying)
+        return copying
+
+
+def test_a_stage_that_hangs_while_it_copies_is_known_by_the_time_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step took 20 seconds, and does not count for the copy behind it."""
+    clock = FakeClock()
+    monkeypatch.setattr(engine_thread, "process_clock", lambda: clock)
+    runner = StagesRunner()
+    harness = Harness(make_core(runner=runner, roles=("prefill",)))
+    harness.thread.post(Add(make_spec("a", PROMPT), hold_after_prefill=True))
+    harness.thread.start()
+    step = runner.launched.get(timeout=WAIT_S)
+    harness.thread.post(Gather(KEY, 0, 0, 20, new_buffer(20)))
+    copying = runner.begun.get(timeout=WAIT_S)
+    assert copying.waited_for.wait(WAIT_S)
+    clock.seconds += 20.0
+    assert (harness.thread.turn_s(), harness.thread.doing()) == (20.0, "")
+    runner.end(step)
+    while not any(type(event).__name__ == "PrefillComputed" for event in harness.batches.get(timeout=WAIT_S).events):
+        pass
+    assert (harness.thread.turn_s(), harness.thread.doing()) == (0.0, "")
+    clock.seconds += 31.0
+    assert (harness.thread.turn_s(), harness.thread.doing()) == (31.0, "waiting for a copy of KV")
+    copying.over.set()
+    assert harness.gathered.get(timeout=WAIT_S).ok
+    harness.thread.post(Release(KEY))
+    assert harness.thread.stop(WAIT_S)
+    assert harness.thread.turn_s() == 0.0
