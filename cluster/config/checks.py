@@ -34,6 +34,7 @@ from disagg.proto.config import MAX_PORT
 from disagg.proto.control import MAX_POOL_SIZE, PoolName
 from disagg.proto.errors import ConfigError
 from disagg.proto.ids import kind_of
+from disagg.proto.wording import counted
 from disagg.router.config import is_decodes, num_split
 
 LEAST_TRACES = 40
@@ -270,10 +271,11 @@ def _check_pool(path: str, pool: PoolConfig) -> None:
             raise ConfigError(
                 f"{path}.cores: expected auto, none, or a list of different cores; got {list(pool.cores)}"
             )
+        cores = counted(len(pool.cores), "core")
         if num_ranks > len(pool.cores):
-            raise ConfigError(f"{path}.{key}: {num_ranks} ranks do not fit on {len(pool.cores)} cores")
+            raise ConfigError(f"{path}.{key}: {num_ranks} ranks do not fit on {cores}")
         if pool.num_threads != "auto" and pool.num_threads * num_ranks > len(pool.cores):
             of_ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
-            raise ConfigError(
-                f"{path}.num_threads: {pool.num_threads} threads{of_ranks} do not fit on {len(pool.cores)} cores"
-            )
+            threads = counted(pool.num_threads, "thread")
+            do = "does" if pool.num_threads == 1 else "do"
+            raise ConfigError(f"{path}.num_threads: {threads}{of_ranks} {do} not fit on {cores}")

@@ -17,6 +17,7 @@ from disagg.cluster.core.workers import worker_id
 from disagg.engine.device_environment import ONE_GPU_VARIABLE
 from disagg.proto.control import PoolName
 from disagg.proto.errors import ConfigError
+from disagg.proto.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def _sharing_warnings(workers: dict[str, tuple[int, ...]], available: Sequence[i
 def _crowding_warnings(config: ClusterConfig, workers: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
     """Warnings for ranks that share cores with each other: every step waits for the slowest one."""
     return tuple(
-        f"the {pool.num_ranks} ranks of {name} share {len(cores)} cores: fine for trying out, not for timing"
+        f"the {pool.num_ranks} ranks of {name} share {counted(len(cores), 'core')}: fine for trying out, not for timing"
         for pool_name, pool in active_pools(config)
         for name, cores in workers.items()
         if name.startswith(f"{pool_name}-") and 0 < len(cores) < pool.num_ranks

@@ -21,6 +21,7 @@ import yaml
 from disagg.cluster.config.cluster_config import ClusterConfig, PoolConfig, active_pools, pool_path
 from disagg.cluster.on_ray.store import SLOT
 from disagg.proto.errors import ConfigError
+from disagg.proto.wording import counted
 
 _MONITOR: Final = "monitor.py"
 """Program of Ray's autoscaler."""
@@ -57,12 +58,15 @@ def check_places(config: ClusterConfig, nodes: Sequence[NodeKind]) -> None:
         labels = ", ".join(f"{key}={value}" for key, value in pool.node_labels.items())
         kind = f" with the labels {labels}" if labels else ""
         largest = max(places, default=0)
-        have = f"there are at most {num_nodes} nodes{kind}, with {total} {resource}, at most {largest} each"
+        nodes_there = f"there {'is' if num_nodes == 1 else 'are'} at most {counted(num_nodes, 'node')}{kind}"
+        have = f"{nodes_there}, with {total} {resource}, at most {largest} each"
+        ranks = counted(pool.tp, "rank")
         if num_stages == 0:
-            raise ConfigError(f"{pool_path(name)}.tp: {pool.tp} ranks need {pool.tp} {resource} of one node; {have}")
+            need = "needs" if pool.tp == 1 else "need"
+            raise ConfigError(f"{pool_path(name)}.tp: {ranks} {need} {pool.tp} {resource} of one node; {have}")
         raise ConfigError(
-            f"{pool_path(name)}.pp: {pool.pp} stages of {pool.tp} ranks need {pool.num_ranks} {resource}, those of a "
-            f"stage on one node; {have}"
+            f"{pool_path(name)}.pp: {pool.pp} stages of {ranks} need {pool.num_ranks} {resource}, those of a stage on "
+            f"one node; {have}"
         )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagg.proto.wording import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -30,8 +32,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.stage < self.stages):
-            place = f"rank {self.rank} of stage {self.stage}"
-            raise ValueError(f"there is no {place} among {self.stages} stages of {self.size} ranks")
+            stages = f"{counted(self.stages, 'stage')} of {counted(self.size, 'rank')}"
+            raise ValueError(f"there is no rank {self.rank} of stage {self.stage} among {stages}")
 
     @classmethod
     def of_number(cls, number: int, size: int, stages: int) -> Shard:

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from disagg.engine.sharding.stages import ends_by_weights, stage_ranges
 from disagg.proto.errors import ConfigError
+from disagg.proto.wording import counted
 from disagg.simulator.durations.devices import Device
 from disagg.simulator.durations.model_shapes import ModelShape
 from disagg.simulator.durations.roofline import (
@@ -35,7 +36,8 @@ def stage_layers(model: ModelShape, pp: int, flag: str = "--pp") -> tuple[range,
         ConfigError: there are more stages than layers.
     """
     if not 1 <= pp <= model.num_layers:
-        raise ConfigError(f"{flag}: {pp} stages are not between 1 and the {model.num_layers} layers of {model.name}")
+        layers = counted(model.num_layers, "layer")
+        raise ConfigError(f"{flag}: {pp} stages are not between 1 and the {layers} of {model.name}")
     weights = tuple(layer.matrix_parameters for layer in _layers(model))
     return _ranges(weights, model.vocab_size * model.hidden_size, pp)
 

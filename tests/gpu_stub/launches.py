@@ -197,7 +197,7 @@ def launch_model(
                 cache.gather_part([3, 1], 5, 37, staged, ParallelShape(tp=peer_tp), group=group)
                 cache.scatter_part([3, 1], 5, 37, staged, ParallelShape(tp=peer_tp), group=group)
 
-        found.steps[f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] = launches.of(copy)
+        found.steps[f"{name}, {kv_dtype}, KV to tp {peer_tp}"] = launches.of(copy)
 
 
 def launch_wide_ops(found: Found, launches: Launches, name: str, num_rows: int = 8) -> None:

@@ -90,7 +90,7 @@ def test_launches_of_a_step_with_one_layer(found: dict[str, Any], name: str, kv_
     for label, expected in STEPS.items():
         assert found["steps"][f"{name}, {kv_dtype}, {label}"] == expected, label
     for peer_tp in {1, min(2, MODELS[name])}:  # out of the cache and back, a launch for each slice
-        assert found["steps"][f"{name}, {kv_dtype}, KV to {peer_tp} ranks"] == {"_copy_kernel": 2 * peer_tp}
+        assert found["steps"][f"{name}, {kv_dtype}, KV to tp {peer_tp}"] == {"_copy_kernel": 2 * peer_tp}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,7 +137,7 @@ def test_launches_of_a_model_with_other_parts(tmp_path: Path, name: str) -> None
             attention["_join_prefill_kernel"] = 1
         assert found["steps"][f"{name}, bfloat16, {label}"] == OTHERS[name] | attention, label
     copies = {"_copy_kernel": 2} if "DeepSeek" in name else {"_copy_kernel": 4}
-    assert found["steps"][f"{name}, bfloat16, KV to 1 ranks"] == copies
+    assert found["steps"][f"{name}, bfloat16, KV to tp 1"] == copies
     assert [each for each in found["fused"] if each.endswith((": _kernel", ": _latent_write_kernel"))] == []
     for kernel, (registers, spilled, shared) in found["kernels"][f"{name}, bfloat16"].items():
         assert registers <= 255, kernel

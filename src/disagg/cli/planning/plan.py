@@ -22,6 +22,7 @@ from disagg.loadtests.verdict.plots import check_installed
 from disagg.loadtests.verdict.report import print_table
 from disagg.loadtests.workload.workload import Outline, TraceWorkload, outline
 from disagg.proto.errors import ConfigError
+from disagg.proto.wording import counted
 from disagg.simulator.durations.calibration_file import StepRecording
 from disagg.simulator.durations.devices import Device, find_device
 from disagg.simulator.durations.fitted import fit
@@ -293,7 +294,7 @@ def _check_recording(
     if recording.dtype != precision.dtype:
         raise ConfigError(f"{name} was measured with dtype {recording.dtype}; --dtype is {precision.dtype}")
     if tuple(tps) != (recording.tp,):
-        raise ConfigError(f"{name} was measured with {recording.tp} ranks; give --tp {recording.tp}")
+        raise ConfigError(f"{name} was measured with {counted(recording.tp, 'rank')}; give --tp {recording.tp}")
 
 
 def load_of(options: PlanOptions, model: ModelShape) -> tuple[Load, Outline | None]:

@@ -8,6 +8,7 @@ from disagg.cluster.system.terminal import format_bytes
 from disagg.proto.errors import DisaggError
 from disagg.proto.ids import RequestId
 from disagg.proto.messages import StepUpdate
+from disagg.proto.wording import counted
 from disagg.router.recording.entries import ChargedElsewhere, Entry, Handled, Refunded
 from disagg.router.requests import events
 from disagg.router.requests.events import Command, Event
@@ -19,7 +20,7 @@ def entry_text(entry: Entry, request_id: RequestId | None = None) -> str:
         case Handled(event=event):
             return event_text(event, request_id)
         case Refunded(tenant=tenant, num_tokens=num_tokens):
-            return f"{_count(num_tokens, 'token')} given back to tenant {tenant!r}"
+            return f"{counted(num_tokens, 'token')} given back to tenant {tenant!r}"
         case ChargedElsewhere(charges=charges):
             tenants = ", ".join(sorted({repr(charge.tenant) for charge in charges}))
             return f"other models of the gateway charged tenant {tenants}"
@@ -31,7 +32,7 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
     """Text of an event, as in `entry_text`."""
     match event:
         case events.Submit(request=request):
-            prompt, most = _count(request.num_prompt_tokens, "token"), request.sampling.max_tokens
+            prompt, most = counted(request.num_prompt_tokens, "token"), request.sampling.max_tokens
             text = f"submitted: {prompt} of the prompt, at most {most} of the answer"
             text += f", adapter {request.adapter.name}" if request.adapter is not None else ""
             text += f", priority {request.priority}" if request.priority else ""
@@ -39,7 +40,7 @@ def event_text(event: Event, request_id: RequestId | None = None) -> str:
         case events.CancelRequest(num_answered=None):
             return "cancelled by the client"
         case events.CancelRequest(num_answered=num_answered):
-            return f"ended by the gateway, after {_count(num_answered or 0, 'token')} of the answer"
+            return f"ended by the gateway, after {counted(num_answered or 0, 'token')} of the answer"
         case events.FromWorker(worker_id=worker_id, update=update):
             return f"{worker_id}: {'; '.join(_results(update, request_id)) or 'results of other requests'}"
         case events.WorkerUp(info=info):
@@ -89,10 +90,10 @@ def command_text(command: Command) -> str:
         case events.ConnectPair(prefill_id=prefill_id, decode_peer=peer):
             return f"form the pair {prefill_id} -> {peer.worker_id}"
         case events.Emit(batch=batch):
-            return f"emit {_count(len(batch.token_ids), 'token')}"
+            return f"emit {counted(len(batch.token_ids), 'token')}"
         case events.Finish(completion=done):
             cached = f", {done.cached_tokens} of the prompt cached" if done.cached_tokens else ""
-            return f"finish: {done.reason} after {_count(done.num_output_tokens, 'token')}{cached}"
+            return f"finish: {done.reason} after {counted(done.num_output_tokens, 'token')}{cached}"
         case events.Fail(error=error):
             return f"fail: {error_text(error)}"
         case events.WatchAgain(worker_id=worker_id):
@@ -109,10 +110,10 @@ def error_text(error: Exception) -> str:
 def _results(update: StepUpdate, request_id: RequestId | None) -> Iterator[str]:
     for tokens in update.tokens:
         if request_id in (None, tokens.request_id):
-            yield f"{_count(len(tokens.token_ids), 'token')} from index {tokens.first_index}"
+            yield f"{counted(len(tokens.token_ids), 'token')} from index {tokens.first_index}"
     for fetched in update.fetched:
         if request_id in (None, fetched.request_id):
-            yield f"fetched {_count(fetched.tokens, 'token')} from {fetched.source}: {fetched.outcome}"
+            yield f"fetched {counted(fetched.tokens, 'token')} from {fetched.source}: {fetched.outcome}"
     for prefilled in update.prefilled:
         if request_id in (None, prefilled.request_id):
             yield f"prompt computed, {prefilled.cached_tokens} of it cached"
@@ -125,7 +126,3 @@ def _results(update: StepUpdate, request_id: RequestId | None) -> Iterator[str]:
     for end in update.ends:
         if request_id in (None, end.request_id):
             yield f"ended attempt {end.attempt}: {end.reason}" + (f" ({end.detail})" if end.detail else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -344,6 +344,7 @@ def test_stages_are_tried_and_the_reasons_said(tmp_path: Path) -> None:
         ),
         ({"dtype": "float32", "kv_bytes_per_token": 46080}, {}, "was measured with dtype float32; --dtype is bfloat16"),
         ({"tp": 2}, {}, "was measured with 2 ranks; give --tp 2"),
+        ({}, {"tp": "3"}, "was measured with 1 rank; give --tp 1"),
     ],
 )
 def test_step_times_of_something_else_are_refused(

@@ -236,9 +236,9 @@ def test_the_whole_file_as_documented(tmp_path: Path) -> None:
         ),
         (
             "pools: {decode: {cores: [1], num_threads: 2}}",
-            "pools.decode.num_threads: 2 threads do not fit on 1 cores",
+            "pools.decode.num_threads: 2 threads do not fit on 1 core",
         ),
-        ("pools: {decode: {cores: [1], tp: 2}}", "pools.decode.tp: 2 ranks do not fit on 1 cores"),
+        ("pools: {decode: {cores: [1], tp: 2}}", "pools.decode.tp: 2 ranks do not fit on 1 core"),
         (
             "pools: {decode: {cores: [1, 2, 3], tp: 2, num_threads: 2}}",
             "pools.decode.num_threads: 2 threads of 2 ranks do not fit on 3 cores",

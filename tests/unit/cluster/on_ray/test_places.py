@@ -37,6 +37,12 @@ def test_more_workers_than_there_are_places_for_may_wait() -> None:
 def test_a_stage_that_no_node_holds_is_refused() -> None:
     have = "there are at most {} nodes{}, with 8 GPU, at most 4 each"
     assert refusal(TWO_OF_FOUR, {"tp": 8}) == f"pools.prefill.tp: 8 ranks need 8 GPU of one node; {have.format(3, '')}"
+    assert refusal([NodeKind({"GPU": 4}, {}, 1)], {"tp": 8}) == (
+        "pools.prefill.tp: 8 ranks need 8 GPU of one node; there is at most 1 node, with 4 GPU, at most 4 each"
+    )
+    assert refusal([NodeKind({}, {}, 2)], {}) == (
+        "pools.prefill.tp: 1 rank needs 1 GPU of one node; there are at most 2 nodes, with 0 GPU, at most 0 each"
+    )
     assert refusal(TWO_OF_FOUR, {"tp": 8, "pp": 2, "node_labels": {"role": "gpu"}}) == (
         f"pools.prefill.tp: 8 ranks need 8 GPU of one node; {have.format(2, ' with the labels role=gpu')}"
     )
@@ -48,7 +54,7 @@ def test_more_stages_than_the_nodes_hold_are_refused() -> None:
         "with 8 GPU, at most 4 each"
     )
     assert refusal([NodeKind({"disagg_slot": 1}, {"role": "gpu"}, 2)], {"pp": 3}, "cpu") == (
-        "pools.prefill.pp: 3 stages of 1 ranks need 3 disagg_slot, those of a stage on one node; there are at most 2 "
+        "pools.prefill.pp: 3 stages of 1 rank need 3 disagg_slot, those of a stage on one node; there are at most 2 "
         "nodes, with 2 disagg_slot, at most 1 each"
     )
 

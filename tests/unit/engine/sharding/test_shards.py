@@ -43,7 +43,7 @@ def test_what_cannot_be_shared_equally_is_refused() -> None:
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_rank_that_does_not_exist_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match=f"there is no rank {rank} of stage 0 among 1 stages of {size} ranks"):
+    with pytest.raises(ValueError, match=f"there is no rank {rank} of stage 0 among 1 stage of {size} ranks"):
         Shard(rank, size)
 
 
