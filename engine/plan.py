@@ -258,7 +258,7 @@ class ModelRunner(Protocol):
 
     @property
     def buffers(self) -> tuple[BufferSize, ...]:
-        """Large buffers of each rank, see `WorkerInfo.buffers`."""
+        """Large buffers, see `WorkerInfo.buffers`."""
         return ()
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.engine.batch_arrays import I32, I64, BatchArrays, ChunkArrays, WindowArrays
-from disagg.proto.messages import Adapter, Message, ParallelShape
+from disagg.proto.messages import Adapter, BufferSize, Message, ParallelShape
 
 
 class Join(Message, frozen=True, kw_only=True, tag=True):
@@ -109,6 +109,12 @@ class Step(Message, frozen=True, kw_only=True, tag=True):
 
 class Mark(Message, frozen=True, kw_only=True, tag=True):
     """Answer once the commands of the engine before this one are carried out."""
+
+    call: int
+
+
+class StateBuffers(Message, frozen=True, kw_only=True, tag=True):
+    """Answer with the sizes of this rank's large buffers: `Done.buffers`."""
 
     call: int
 
@@ -217,6 +223,7 @@ class Done(Message, frozen=True, kw_only=True, tag=True):
     ok: bool
     error: str = ""
     checksums: tuple[int, ...] = ()
+    buffers: tuple[BufferSize, ...] = ()
 
 
 class Failed(Message, frozen=True, kw_only=True, tag=True):
@@ -229,9 +236,11 @@ class Stop(Message, frozen=True, kw_only=True, tag=True):
     """End in an orderly way."""
 
 
-EngineCommand = Step | Mark | PutAdapter | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
+EngineCommand = (
+    Step | Mark | StateBuffers | PutAdapter | Capture | DropCaptures | GatherPart | ScatterPart | ClearBuffer
+)
 TransportCommand = OpenPair | SendPart | ReceivePart | ClosePair
-RankCall = Capture | Mark | ReadAdapter | GatherPart | ScatterPart | TransportCommand
+RankCall = Capture | Mark | StateBuffers | ReadAdapter | GatherPart | ScatterPart | TransportCommand
 """Commands that are answered by a `Done`."""
 RankCommand = Begin | EngineCommand | ReadAdapter | TransportCommand | FreeBuffer | Stop
 Answer = Join | Posted | Done | Failed

@@ -339,9 +339,9 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     expert_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
     """Share of its model's experts that a token chooses, by which its step times bend; 0 without experts."""
     buffers: tuple[BufferSize, ...] = ()
-    """Large buffers of each of its ranks whose sizes are known at the start: `kv` and `kv_window_<tokens>`, the caches
-    of its cache groups; `experts`, what layers of experts use in the largest step beside weights; `adapters`, slots
-    of adapters; `swap`, host memory for the KV of preempted sequences."""
+    """Large buffers of its ranks whose sizes are known at the start, each as on the rank where it is largest: `kv` and
+    `kv_window_<tokens>`, the caches of its cache groups; `experts`, what layers of experts use in the largest step
+    beside weights; `adapters`, slots of adapters; `swap`, host memory for the KV of preempted sequences."""
 
     @property
     def shape(self) -> ParallelShape:
@@ -816,8 +816,8 @@ class WorkerMetrics(Message, frozen=True, kw_only=True):
     """Number of runs (the drafts of one sequence in one step) by how many of their drafts were accepted: 0 to
     `MAX_DRAFT`. Empty for a worker without drafts."""
     expert_imbalance: tuple[float, ...] = ()
-    """Of each layer with experts, the tokens of its busiest expert over those of an average one in the last steps that
-    were counted; no counter."""
+    """Of each layer with experts, of several stages those of the first one, the tokens of its busiest expert over those
+    of an average one in the last steps that were counted; no counter."""
     transfers: tuple[TransferCount, ...] = ()
     loaded_tokens: int = 0
     """Prompt tokens whose KV was loaded from a tier; they are among `cached_tokens`."""

@@ -51,6 +51,7 @@ from disagg.engine.rank_messages import (
     RankCommand,
     ReadAdapter,
     ScatterPart,
+    StateBuffers,
     Step,
     Stop,
     TransportCommand,
@@ -186,6 +187,8 @@ class Follower:
                     runner.compute(decode_step(command))
                 case Mark():
                     self._answer(Done(call=command.call, ok=True))
+                case StateBuffers():
+                    self._answer(Done(call=command.call, ok=True, buffers=runner.buffers))
                 case Capture():
                     error = runner.capture(command.num_seqs)
                     self._answer(Done(call=command.call, ok=not error, error=error))
@@ -238,6 +241,7 @@ class Follower:
                 | Stop()
                 | Step()
                 | Mark()
+                | StateBuffers()
                 | PutAdapter()
                 | Capture()
                 | DropCaptures()

@@ -43,6 +43,7 @@ from disagg.engine.rank_messages import (
     RankCall,
     ReadAdapter,
     ScatterPart,
+    StateBuffers,
     encode_step,
 )
 from disagg.engine.sharding.kv_routes import PairGroup, plan_pair
@@ -59,7 +60,7 @@ COPY_TIMEOUT_S = 600.0
 `runner/collectives.py`, beyond what any takes. One that hangs is known long before, by the length of the turn or of the
 wait for the copy (`recovery.stuck_after_s`)."""
 READ_TIMEOUT_S = 60.0
-"""How long a follower may take to read an adapter; it may be in the middle of a step."""
+"""How long a follower may take to read an adapter, or to state its buffers; it may be in the middle of a step."""
 
 
 class GroupRunner(ModelRunner):
@@ -92,13 +93,29 @@ class GroupRunner(ModelRunner):
     @property
     @override
     def buffers(self) -> tuple[BufferSize, ...]:
-        """Of this rank; the others of its stage have as much."""
-        return self._local.buffers
+        """Each with the size on the rank where it is largest. Asks a rank of each other stage, and waits for it; those
+        of one stage have as much.
+
+        Raises:
+            RankLostError: one does not answer, or is lost.
+        """
+        shard = self._local.shard
+        ranks = list(range(shard.size, shard.num_ranks, shard.size))
+        answers = _Answers(ranks)
+        for rank in ranks:
+            self._followers.call(rank, StateBuffers(call=0), answers.reply_of(rank))
+        done = answers.wait(READ_TIMEOUT_S)
+        if lost := [rank for rank in ranks if rank not in done or not done[rank].ok]:
+            raise RankLostError(f"ranks {lost} do not say how large their buffers are")
+        largest: dict[str, int] = {}
+        for name, num_bytes in [*self._local.buffers, *(size for each in done.values() for size in each.buffers)]:
+            largest[name] = max(num_bytes, largest.get(name, 0))
+        return tuple(BufferSize(name, num_bytes) for name, num_bytes in largest.items())
 
     @property
     @override
     def expert_imbalance(self) -> tuple[float, ...]:
-        """Of the whole model: each rank counts the tokens of all experts."""
+        """Of the layers of the first stage: each of its ranks counts the tokens of all experts."""
         return self._local.expert_imbalance
 
     @property

@@ -258,8 +258,8 @@ def _instances(view: ClusterView) -> Iterator[Metric]:
     )
     yield gauge(
         "disagg_worker_buffer_bytes",
-        "Large buffers of each rank of a worker (instance), fixed at its start: kv and kv_window_<tokens> (caches), "
-        "experts (beside their weights), swap (host memory for preempted sequences).",
+        "Large buffers of a worker's ranks, as on the rank where each is largest, fixed at the start: kv and "
+        "kv_window_<tokens> (caches), experts (beside their weights), swap (host memory for preempted sequences).",
         ("instance", "buffer"),
         [((w.info.worker_id, buffer.name), buffer.num_bytes) for w in view.workers for buffer in w.info.buffers],
     )
@@ -357,7 +357,8 @@ def _engines(view: ClusterView) -> Iterator[Metric]:
 def _experts(view: ClusterView) -> Iterator[Metric]:
     yield gauge(
         "disagg_expert_imbalance",
-        "Tokens of the busiest expert over those of an average one, in 256 steps, by layer with experts.",
+        "Tokens of the busiest expert over those of an average one, in 256 steps, by layer with experts of the first "
+        "stage.",
         ("instance", "layer"),
         [
             ((id_, str(layer)), found)

@@ -36,6 +36,7 @@ from disagg.engine.rank_messages import (
     RankCommand,
     ReadAdapter,
     ScatterPart,
+    StateBuffers,
 )
 from disagg.engine.sharding.kv_routes import plan_pair
 from disagg.engine.sharding.shards import Shard
@@ -127,8 +128,8 @@ class PlayedFollower:
                 part = self.staging(command.buffer, command.buffer_bytes)
                 self.runner.scatter_part(table, command.start, command.end, part, command.peer, command.group)
                 reply(Done(call=command.call, ok=True))
-            case Capture() | Mark() | ReadAdapter():
-                raise AssertionError("nothing is captured here, no step marked, and no adapter read")
+            case Capture() | Mark() | StateBuffers() | ReadAdapter():
+                raise AssertionError("nothing is captured here, no step marked, no buffer stated, and no adapter read")
             case _:
                 self.transports.handle(command, reply, on_posted)
 

@@ -21,7 +21,7 @@ from disagg.engine.plan import ScheduledSequence, StepPlan, StepResult, WarmUp
 from disagg.engine.rank_messages import Failed
 from disagg.engine.runner import model_runner
 from disagg.engine.sharding.kv_routes import plan_pair
-from disagg.proto.messages import ParallelShape
+from disagg.proto.messages import BufferSize, ParallelShape
 from tests.support.engine import VOCAB_SIZE, make_prompt, make_sequence, make_spec
 from tests.support.rank_connections import FakeGroup, carry, fake_group
 from tests.support.secret import checksum
@@ -293,3 +293,29 @@ def test_a_follower_that_dies_in_the_middle_of_a_copy_answers_it() -> None:
         with pytest.raises(RankLostError, match="rank 1 is lost"):
             group.runner.gather(TABLE, 0, 16, group.runner.new_staging(512))
     assert [str(error) for error in group.lost] == ["rank 1 is lost: it ended its connection"]
+
+
+class SizedRank(FakeModelRunner):
+    """A stage with one layer more than the one before it, and experts behind the first one."""
+
+    @property
+    def buffers(self) -> tuple[BufferSize, ...]:
+        stage = self.shard.stage
+        experts = (BufferSize("experts", 900 - 100 * stage),) if stage else ()
+        return (BufferSize("kv", 1000 * (1 + stage)), *experts)
+
+
+@pytest.mark.parametrize(
+    ("pp", "expected"),
+    [(1, {"kv": 1000}), (2, {"kv": 2000, "experts": 800}), (3, {"kv": 3000, "experts": 800})],
+)
+def test_buffers_are_those_of_the_stage_where_they_are_largest(pp: int, expected: dict[str, int]) -> None:
+    with fake_group(2, make=SizedRank, pp=pp, num_layers=3) as group:
+        assert {each.name: each.num_bytes for each in group.runner.buffers} == expected
+
+
+def test_a_stage_that_is_lost_states_no_buffers() -> None:
+    with fake_group(1, make=SizedRank, pp=2, num_layers=2) as group:
+        group.connections[0].send(Failed(error="the device is gone"))
+        with pytest.raises(RankLostError, match=r"ranks \[1\] do not say how large their buffers are"):
+            _ = group.runner.buffers
