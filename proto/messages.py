@@ -311,6 +311,8 @@ class WorkerInfo(Message, frozen=True, kw_only=True, gc=False):
     """Tensor parallel size: the ranks of each stage. Each holds a part of the KV heads."""
     stage_ends: tuple[int, ...] = ()
     """As in `ParallelShape`: one for each of its stages; empty for one stage."""
+    ep: bool = False
+    """Whether each rank has whole experts in place of a part of each."""
     calibration: tuple[StepSample, ...] = ()
     """Steps measured at start-up, on an idle worker. Empty where it does not calibrate."""
     start_id: str = ""

@@ -108,8 +108,9 @@ class GroupRunner(ModelRunner):
         if lost := [rank for rank in ranks if rank not in done or not done[rank].ok]:
             raise RankLostError(f"ranks {lost} do not say how large their buffers are")
         largest: dict[str, int] = {}
-        for name, num_bytes in [*self._local.buffers, *(size for each in done.values() for size in each.buffers)]:
-            largest[name] = max(num_bytes, largest.get(name, 0))
+        for stated in (self._local.buffers, *(each.buffers for each in done.values())):
+            for buffer in stated:
+                largest[buffer.name] = max(buffer.num_bytes, largest.get(buffer.name, 0))
         return tuple(BufferSize(name, num_bytes) for name, num_bytes in largest.items())
 
     @property

@@ -311,6 +311,7 @@ class Worker:
             max_model_len=self._max_model_len,
             tp=runner.shape.tp,
             stage_ends=runner.shape.stage_ends,
+            ep=config.ep,
             calibration=self._calibration,
             decode_reserve_tokens=config.decode_reserve_tokens,
             watermark_blocks=config.watermark_blocks(runner.num_blocks),

@@ -395,6 +395,7 @@ def _worker_state(
         )
         state.roles.extend(info.roles)
         state.kv_blocks_total, state.fingerprint = info.num_blocks, info.fingerprint
+        state.tp, state.pp, state.ep = info.tp, info.shape.pp, info.ep
         state.start_phases.extend(_start_phases(info.start_phases))
     if seen is not None:
         load = seen.load

@@ -462,7 +462,7 @@ class PoolState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint", "start_phases", "tokens_per_step", "drafted_tokens", "accepted_tokens", "prompt_tokens", "loaded_tokens", "fetched_tokens")
+    __slots__ = ("worker_id", "roles", "address", "incarnation", "pid", "sequences", "kv_blocks_total", "kv_blocks_active", "kv_blocks_cached", "kv_blocks_reserved", "phase", "detail", "starts", "fingerprint", "start_phases", "tokens_per_step", "drafted_tokens", "accepted_tokens", "prompt_tokens", "loaded_tokens", "fetched_tokens", "tp", "pp", "ep")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +484,9 @@ class WorkerState(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
+    PP_FIELD_NUMBER: _ClassVar[int]
+    EP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     address: str
@@ -505,7 +508,10 @@ class WorkerState(_message.Message):
     prompt_tokens: int
     loaded_tokens: int
     fetched_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ..., start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
+    tp: int
+    pp: int
+    ep: bool
+    def __init__(self, worker_id: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_active: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_reserved: _Optional[int] = ..., phase: _Optional[str] = ..., detail: _Optional[str] = ..., starts: _Optional[int] = ..., fingerprint: _Optional[str] = ..., start_phases: _Optional[_Iterable[_Union[StartPhase, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., ep: bool = ...) -> None: ...
 
 class StartPhase(_message.Message):
     __slots__ = ("name", "seconds")

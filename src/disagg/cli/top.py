@@ -27,7 +27,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client, state_of
+from disagg.cli.operations.operate import LOAD_LEFT_OUT, open_client, ranks_text, state_of
 from disagg.client import Client, ClusterState
 from disagg.client.types import SloState, TransferState, WorkerState
 from disagg.cluster.system.terminal import format_bytes, table
@@ -136,8 +136,10 @@ def _workers(state: ClusterState, ascii_only: bool) -> Table:
     has_drafts = any(worker.drafted_tokens for worker in state.workers)
     drafts = ["tokens/step>", "accepted>"] if has_drafts else []
     kinds = [kind for kind in _GOT if any(getattr(worker, f"{kind}_tokens") for worker in state.workers)]
+    has_ranks = any(ranks_text(worker) for worker in state.workers)
+    ranks = ["ranks"] if has_ranks else []
     made = table(
-        *("worker", "phase", "seqs>", "KV blocks", "in use>", "cached>", "of>"),
+        *("worker", "phase", *ranks, "seqs>", "KV blocks", "in use>", "cached>", "of>"),
         *(f"{kind}>" for kind in kinds),
         *drafts,
     )
@@ -151,6 +153,7 @@ def _workers(state: ClusterState, ascii_only: bool) -> Table:
         made.add_row(
             Text(worker.worker_id),
             Text(phase, style=_STYLES.get(phase, "yellow")),
+            *([ranks_text(worker)] if has_ranks else []),
             *load,
             str(worker.kv_blocks_total or ""),
             *(_share(getattr(worker, f"{kind}_tokens"), worker.prompt_tokens) for kind in kinds),

@@ -424,6 +424,8 @@ async def test_the_state_of_the_cluster(folder: Path) -> None:
         kv_blocks_reserved=5,
         fingerprint=FINGERPRINT,
         tokens_per_step=1.0,
+        tp=1,
+        pp=1,
     )
     assert state == pb.GetClusterStateResponse(workers=[worker], queued_requests=11, running_requests=5)
 

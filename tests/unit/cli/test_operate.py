@@ -148,6 +148,37 @@ def test_load_that_is_left_out_is_not_shown_as_none() -> None:
     assert "the controller does not answer" not in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "text"),
+    [
+        (0, 0, False, ""),
+        (1, 1, False, ""),
+        (2, 1, False, "tp 2"),
+        (1, 4, False, "pp 4"),
+        (2, 4, False, "tp 2, pp 4"),
+        (4, 2, True, "tp 4, pp 2, ep"),
+    ],
+)
+def test_the_ranks_of_a_worker_are_named(tp: int, pp: int, ep: bool, text: str) -> None:
+    assert operate.ranks_text(pb.WorkerState(tp=tp, pp=pp, ep=ep)) == text
+
+
+def test_ranks_are_a_column_where_a_worker_has_several() -> None:
+    state = make_state(1, decode_0="ready", prefill_0="ready")
+
+    def shown() -> str:
+        out = io.StringIO()
+        operate.show_state(state, Console(file=out, width=120))
+        return out.getvalue()
+
+    assert "ranks" not in shown()
+    state.workers[0].tp, state.workers[0].pp = 2, 4
+    (header,) = [line.split() for line in shown().splitlines() if "ranks" in line]
+    assert header[:4] == ["worker", "phase", "ranks", "pid"]
+    (row,) = [line.split() for line in shown().splitlines() if line.startswith("decode-0")]
+    assert row[:6] == ["decode-0", "ready", "tp", "2,", "pp", "4"]
+
+
 class Forgetting:
     """A client whose workers are all told but one."""
 

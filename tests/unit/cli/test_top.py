@@ -103,6 +103,17 @@ def test_workers_that_load_or_fetch_kv_show_its_share_of_the_prompts() -> None:
     assert [line.split()[-4:] for line in lines] == [["cached", "of", "loaded", "fetched"], ["13", "%", "25", "%"]]
 
 
+def test_workers_of_several_ranks_show_these() -> None:
+    state = full_state()
+    prefill, decode = state.workers
+    prefill.tp, prefill.pp, decode.tp, decode.pp = 1, 4, 1, 1
+    assert text_of(top.picture(state, "x:1", ascii_only=True)).splitlines()[2:5] == [
+        "worker     phase  ranks  seqs  KV blocks                 in use  cached   of",
+        "prefill-0  ready  pp 4      3  ######------------......      25      50  100",
+        "decode-0   ready            3  ############++++++------      75      25  100",
+    ]
+
+
 def test_load_that_is_left_out_is_not_shown_as_none() -> None:
     state = pb.GetClusterStateResponse(
         workers=[pb.WorkerState(worker_id="decode-0", phase="ready", kv_blocks_total=100)],

@@ -160,11 +160,14 @@ def show_state(state: ClusterState, console: Console) -> None:
     pools = table("pool", "ready", "desired")
     for pool in state.pools:
         pools.add_row(pool.name, str(pool.ready), str(pool.desired))
-    workers = table("worker", "phase", "pid", "address", "sequences", "KV blocks", "starts")
+    has_ranks = any(ranks_text(worker) for worker in state.workers)
+    ranks = ["ranks"] if has_ranks else []
+    workers = table("worker", "phase", *ranks, "pid", "address", "sequences", "KV blocks", "starts")
     for worker in state.workers:
         workers.add_row(
             escape(worker.worker_id),
             escape(worker.phase or "unknown"),
+            *([ranks_text(worker)] if has_ranks else []),
             str(worker.pid or ""),
             worker.address,
             "" if state.load_left_out else str(worker.sequences),
@@ -194,6 +197,13 @@ def show_state(state: ClusterState, console: Console) -> None:
         show_autoscaler(state.autoscaler, console, load_left_out=state.load_left_out)
     load = f"{state.running_requests} requests run, {state.queued_requests} wait"
     console.print(f"\n{LOAD_LEFT_OUT if state.load_left_out else load}", highlight=False)
+
+
+def ranks_text(worker: WorkerState) -> str:
+    """Such as `tp 2, pp 4, ep`; empty for a worker of one rank."""
+    widths = [("tp", worker.tp), ("pp", worker.pp)]
+    parts = [f"{name} {width}" for name, width in widths if width > 1]
+    return ", ".join([*parts, "ep"] if worker.ep and parts else parts)
 
 
 def _kv_blocks(worker: WorkerState, load_left_out: bool) -> str:
