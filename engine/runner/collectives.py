@@ -25,7 +25,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -251,8 +252,43 @@ class _PostedReceive(Receiving):
         return self._tensor
 
 
-def _stage_name(shard: Shard) -> str:
-    return f"{GROUP_NAME}/{shard.stage}"
+class _Meeting:
+    """Makes the process groups of a rank, each when all its ranks are at the rendezvous server.
+
+    Args:
+        make: (store, name, rank, size) -> a group.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: ClusterSecret,
+        shard: Shard,
+        timeout_s: float,
+        make: Callable[[MemberStore, str, int, int], Any],
+    ) -> None:
+        self._rendezvous = address, secret
+        self._shard = shard
+        self._timeout_s = timeout_s
+        self._make = make
+        self.stores: list[MemberStore] = []
+        """Of the groups that were made."""
+
+    def of_stage(self) -> Any:
+        """The group of the ranks of this rank's stage; None where it is alone there."""
+        shard = self._shard
+        return None if shard.size == 1 else self._group(f"{GROUP_NAME}/{shard.stage}", shard.rank, shard.size)
+
+    def of_all(self, name: str = GROUP_NAME, use: Callable[[Any], None] = lambda group: None) -> Any:
+        """A group of all ranks. `use` is called with it while its store is there."""
+        return self._group(name, self._shard.number, self._shard.num_ranks, use)
+
+    def _group(self, name: str, rank: int, size: int, use: Callable[[Any], None] = lambda group: None) -> Any:
+        with rank_store(*self._rendezvous, rank, size, self._timeout_s, name) as store:
+            self.stores.append(store)
+            group = self._make(store, name, rank, size)
+            use(group)
+            return group
 
 
 class GlooCollective(GroupCollective):
@@ -271,19 +307,12 @@ class GlooCollective(GroupCollective):
         set_up_timeout_s: float = SET_UP_TIMEOUT_S,
         operation_timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> None:
-        stores: list[MemberStore] = []
+        def make(store: MemberStore, name: str, rank: int, size: int) -> Any:
+            return gloo_group(store, secret, name, rank, size, host, operation_timeout_s)
 
-        def group_of(name: str, rank: int, size: int) -> Any:
-            with rank_store(address, secret, rank, size, set_up_timeout_s, name) as store:
-                stores.append(store)
-                return gloo_group(store, secret, name, rank, size, host, operation_timeout_s)
-
-        group = group_of(GROUP_NAME, shard.number, shard.num_ranks)
-        lanes: dict[Lane, Any] = {}
-        if shard.stages > 1:
-            lanes = dict.fromkeys(_TAGS, group)
-            group = group_of(_stage_name(shard), shard.rank, shard.size) if shard.size > 1 else None
-        super().__init__(shard, group, lanes, tuple(stores))
+        meeting = _Meeting(address, secret, shard, set_up_timeout_s, make)
+        lanes: dict[Lane, Any] = dict.fromkeys(_TAGS, meeting.of_all()) if shard.stages > 1 else {}
+        super().__init__(shard, meeting.of_stage(), lanes, tuple(meeting.stores))
 
 
 def _root_0() -> Any:
@@ -306,27 +335,19 @@ class NcclCollective(GroupCollective):
         self.captures = shard.stages == 1
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=OPERATION_TIMEOUT_S)
-        stores: list[MemberStore] = []
 
-        def group_of(name: str, rank: int, size: int, lane: Lane | None = None) -> Any:
-            with rank_store(address, secret, rank, size, SET_UP_TIMEOUT_S, name) as store:
-                stores.append(store)
-                group = _dist.ProcessGroupNCCL(store, rank, size, options)
-                # The communicators are made now, not within the first step.
-                group.eager_connect_single_device(device)
-                if lane is not None:
-                    _try_lane(group, shard, lane, device)
-                return group
+        def make(store: MemberStore, name: str, rank: int, size: int) -> Any:
+            group = _dist.ProcessGroupNCCL(store, rank, size, options)
+            # The communicators are made now, not within the first step.
+            group.eager_connect_single_device(device)
+            return group
 
-        group, lanes = None, dict[Lane, Any]()
-        if shard.stages == 1:
-            group = group_of(GROUP_NAME, shard.rank, shard.size)
-        else:
-            for lane in _TAGS:
-                lanes[lane] = group_of(f"{GROUP_NAME}/{lane}", shard.number, shard.num_ranks, lane)
-            if shard.size > 1:
-                group = group_of(_stage_name(shard), shard.rank, shard.size)
-        super().__init__(shard, group, lanes, tuple(stores))
+        meeting = _Meeting(address, secret, shard, SET_UP_TIMEOUT_S, make)
+        lanes: dict[Lane, Any] = {}
+        for lane in _TAGS if shard.stages > 1 else ():
+            use = partial(_try_lane, shard=shard, lane=lane, device=device)
+            lanes[lane] = meeting.of_all(f"{GROUP_NAME}/{lane}", use)
+        super().__init__(shard, meeting.of_stage(), lanes, tuple(meeting.stores))
 
     @override
     def all_reduce(self, tensor: Tensor) -> Tensor:
