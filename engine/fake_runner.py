@@ -41,7 +41,6 @@ from disagg.engine.plan import (
     Buffer,
     ComputedStep,
     LoadedAdapter,
-    ModelRunner,
     QueuedStep,
     ScheduledSequence,
     StepPlan,
@@ -50,10 +49,11 @@ from disagg.engine.plan import (
     WarmUp,
 )
 from disagg.engine.randomness import first_outputs
+from disagg.engine.rank_kv import RankKv
 from disagg.engine.sharding.kv_routes import LocalSlice, check_shape, slices_to_receive, slices_to_send, stage_places
 from disagg.engine.sharding.shards import WHOLE, Shard
 from disagg.proto.ids import AttemptKey
-from disagg.proto.messages import ONE_RANK, Adapter, ParallelShape, Pooling, TokenLogprobs
+from disagg.proto.messages import Adapter, ParallelShape, Pooling, TokenLogprobs
 from disagg.proto.splitmix import splitmix64
 
 FAKE_FINGERPRINT = "fake"
@@ -76,7 +76,7 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 
-class FakeModelRunner(ModelRunner):
+class FakeModelRunner(RankKv):
     """A `ModelRunner`, and structurally a `parallel.interfaces.ShardRunner`, over numpy pages.
 
     Args:
@@ -255,24 +255,6 @@ class FakeModelRunner(ModelRunner):
         """An uninitialized uint8 array."""
         return np.empty(nbytes, dtype=np.uint8)
 
-    @override
-    def gather(
-        self,
-        block_table: Seq[int],
-        start: int,
-        end: int,
-        out: Buffer,
-        peer: ParallelShape = ONE_RANK,
-        group: int = 0,
-    ) -> int:
-        """Copy tokens [start, end) into the head of `out`: of each layer all K (u32), then all V (u32), of each head.
-        Returns the checksum of those bytes.
-
-        Raises:
-            ValueError: if `out` is too small.
-        """
-        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer, group))
-
     def capture(self, num_seqs: int) -> str:
         """There is nothing to capture."""
         return ""
@@ -281,27 +263,10 @@ class FakeModelRunner(ModelRunner):
         """Does nothing: there are no captures."""
 
     @override
-    def scatter(
-        self,
-        block_table: Seq[int],
-        start: int,
-        end: int,
-        data: Buffer,
-        peer: ParallelShape = ONE_RANK,
-        group: int = 0,
-    ) -> None:
-        """The reverse of `gather`.
-
-        Raises:
-            ValueError: if `data` is too small.
-        """
-        self.scatter_part(block_table, start, end, data, peer, group)
-
     def gather_part(
         self, block_table: Seq[int], start: int, end: int, out: Buffer, peer: ParallelShape, group: int = 0
     ) -> list[int]:
-        """Copy this rank's slices of tokens [start, end) into `out`, for a worker of the shape `peer`; the checksum of
-        each slice."""
+        """Copies of each layer all K (u32), then all V (u32), of each head."""
         blocks, offsets = self._slots(block_table, start, end)
         slices = slices_to_send(self.layout.groups[group], self.shape, self.shard, peer)
         checksums: list[int] = []
@@ -310,10 +275,10 @@ class FakeModelRunner(ModelRunner):
             checksums.append(self.checksum(words_L2HT.view(np.uint8).reshape(-1)))
         return checksums
 
+    @override
     def scatter_part(
         self, block_table: Seq[int], start: int, end: int, data: Buffer, peer: ParallelShape, group: int = 0
     ) -> None:
-        """Copy this rank's slices of tokens [start, end) from `data`, which a worker of the shape `peer` sent."""
         blocks, offsets = self._slots(block_table, start, end)
         slices = slices_to_receive(self.layout.groups[group], self.shape, self.shard, peer)
         for each, words_L2HT in _payloads(data, slices, end - start):

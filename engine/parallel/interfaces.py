@@ -11,17 +11,15 @@ all ranks:  runner.gather_part(...), runner.scatter_part(...)
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
 from disagg.engine.batch_arrays import BatchArrays
-from disagg.engine.kv_transfer.transport import Checksum
-from disagg.engine.plan import Buffer, ComputedStep, ModelRunner, QueuedStep, StepPlan, StepResult
+from disagg.engine.plan import ComputedStep, QueuedStep, StepPlan, StepResult
+from disagg.engine.rank_kv import RankKv
 from disagg.engine.rank_messages import Done, RankCall, RankCommand, TransportCommand
 from disagg.engine.sharding.shards import Shard
-from disagg.proto.messages import ParallelShape
 
 if TYPE_CHECKING:
     from disagg.engine.runner.collectives import Collective
@@ -85,13 +83,11 @@ class RankTransports(Protocol):
         ...
 
 
-class ShardRunner(ModelRunner, Protocol):
+class ShardRunner(RankKv, Protocol):
     """A `ModelRunner` that may be one rank of several; `layout` and `fingerprint` are the whole model's. With one rank
     it is complete as it is made, and `join` is not called. Owner: the engine thread."""
 
     shard: Shard
-    checksum: Checksum
-    """Checksum function for gathered bytes; to be set before the first `gather`."""
 
     def join(self, collective: Collective | None, num_blocks: int) -> None:
         """Take the exchange with the other ranks and the number of blocks, at most its own; once, before any step.
@@ -131,27 +127,4 @@ class ShardRunner(ModelRunner, Protocol):
 
     def compute(self, arrays: BatchArrays) -> None:
         """Other ranks: this rank's part of a step."""
-        ...
-
-    def gather_part(
-        self, block_table: Seq[int], start: int, end: int, out: Buffer, peer: ParallelShape, group: int = 0
-    ) -> list[int]:
-        """Copy this rank's slices of tokens [start, end) into `out`, for a worker of the shape `peer`, one after
-        the other, each in canonical order [layer][k|v][head][token][dim]. The checksum of each, in the order of the
-        pair's plan; none, where other ranks send all that this one holds, and where its stage has no layer of the
-        group.
-
-        Raises:
-            ValueError: `out` is too small, or the table does not cover `end`.
-        """
-        ...
-
-    def scatter_part(
-        self, block_table: Seq[int], start: int, end: int, data: Buffer, peer: ParallelShape, group: int = 0
-    ) -> None:
-        """Copy this rank's slices of tokens [start, end) from `data`, which a worker of the shape `peer` sent.
-
-        Raises:
-            ValueError: `data` is too small, or the table does not cover `end`.
-        """
         ...

@@ -38,7 +38,7 @@ from disagg.engine.runner.pooling import with_vectors
 from disagg.engine.sharding.shards import WHOLE
 from disagg.kernels.dispatch import set_num_threads
 from disagg.proto.errors import ConfigError
-from disagg.proto.messages import ONE_RANK, KvLayout, ParallelShape
+from disagg.proto.messages import KvLayout, ParallelShape
 
 logger = logging.getLogger(__name__)
 
@@ -157,42 +157,17 @@ class EncoderRunner(ShardRunner):
         return np.empty(nbytes, dtype=np.uint8)
 
     @override
-    def gather(
-        self,
-        block_table: Seq[int],
-        start: int,
-        end: int,
-        out: Buffer,
-        peer: ParallelShape = ONE_RANK,
-        group: int = 0,
-    ) -> int:
-        """Copies nothing: a sequence that comes back is computed without KV."""
-        return 0
-
-    @override
-    def scatter(
-        self,
-        block_table: Seq[int],
-        start: int,
-        end: int,
-        data: Buffer,
-        peer: ParallelShape = ONE_RANK,
-        group: int = 0,
-    ) -> None:
-        """Copies nothing."""
-        return
-
-    @override
     def gather_part(
         self, block_table: Seq[int], start: int, end: int, out: Buffer, peer: ParallelShape, group: int = 0
     ) -> list[int]:
-        raise AssertionError("an encoder has one rank")
+        """Copies nothing: a sequence that comes back is computed without KV."""
+        return []
 
     @override
     def scatter_part(
         self, block_table: Seq[int], start: int, end: int, data: Buffer, peer: ParallelShape, group: int = 0
     ) -> None:
-        raise AssertionError("an encoder has one rank")
+        """Copies nothing."""
 
 
 def _check(config: WorkerConfig, model: ModelConfig, longest: int) -> None:

@@ -465,24 +465,6 @@ class TorchModelRunner(ShardRunner):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @override
-    def gather(
-        self,
-        block_table: Seq[int],
-        start: int,
-        end: int,
-        out: Buffer,
-        peer: ParallelShape = ONE_RANK,
-        group: int = 0,
-    ) -> int:
-        """Copy the KV of tokens [start, end) into the head of `out`, as `gather_part` does; one checksum of all. For a
-        worker of one rank.
-
-        Raises:
-            ValueError: as `gather_part`.
-        """
-        return self.checksum.combined(self.gather_part(block_table, start, end, out, peer, group))
-
-    @override
     def start_gather(
         self,
         block_table: Seq[int],
@@ -500,23 +482,6 @@ class TorchModelRunner(ShardRunner):
         return self._cache.start_gather(
             block_table, start, end, _as_tensor(out), peer, self.checksum, digests=digests, group=group
         )
-
-    @override
-    def scatter(
-        self,
-        block_table: Seq[int],
-        start: int,
-        end: int,
-        data: Buffer,
-        peer: ParallelShape = ONE_RANK,
-        group: int = 0,
-    ) -> None:
-        """The reverse of `gather`.
-
-        Raises:
-            ValueError: as `scatter_part`.
-        """
-        self.scatter_part(block_table, start, end, data, peer, group)
 
     @override
     def start_scatter(
