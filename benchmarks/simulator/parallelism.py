@@ -28,10 +28,13 @@ from disagg.simulator.durations.model_shapes import ExpertsShape, ModelShape
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.roofline import RooflineStepTimes
 from disagg.simulator.durations.stages import StagedStepTimes
+from disagg.simulator.plan.candidates import Judged
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of
 from disagg.simulator.plan.load import Load
-from disagg.simulator.plan.pools import Judged, Planner, Site
+from disagg.simulator.plan.pools import Planner
 from disagg.simulator.plan.reasons import reasons
+from disagg.simulator.plan.search import best_pools
+from disagg.simulator.plan.workers import Site
 from disagg.step_times.interface import LinkTimes, StepTimes, decode_s, prefill_s
 
 DISTSERVE_NODES = replace(A100, network_bandwidth=25 / 8 / 8 * GIGA)
@@ -137,7 +140,7 @@ def planned(published: Published, *, simulates: bool = True) -> tuple[Planner, J
     kinds = representative(lengths_of(requests.requests))
     planner = Planner(site, Load(rate_per_s=published.rate_per_s, kinds=kinds, slo=slo))
     judge = SimulatedJudge(planner, requests, counted_from_s=SETTLE_S) if simulates else None
-    return planner, planner.best(judge, MAX_SIMULATED).best
+    return planner, best_pools(planner, judge, MAX_SIMULATED).best
 
 
 def spread_requests(rate_per_s: float) -> Outline:

@@ -20,8 +20,9 @@ from disagg.proto.block_hash import HASH_BLOCK_TOKENS
 from disagg.proto.messages import RoleName
 from disagg.router.config import RouterConfig
 from disagg.simulator.cluster import SimulatedCluster
+from disagg.simulator.plan.candidates import Candidate, Judgement, Pool
 from disagg.simulator.plan.load import Load
-from disagg.simulator.plan.pools import Candidate, Judgement, Planner, Pool
+from disagg.simulator.plan.pools import Planner
 from disagg.simulator.world.settings import ClusterSpec, EngineKind, PoolSpec
 from disagg.simulator.world.users import UserRequest
 

@@ -9,8 +9,9 @@ from disagg.autoscaler.queueing import Lengths, decode_context
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.roofline import RooflineStepTimes
 from disagg.simulator.durations.stages import StagedStepTimes
+from disagg.simulator.plan.candidates import Judged, Pool
 from disagg.simulator.plan.memory import expert_choices
-from disagg.simulator.plan.pools import Judged, Planner, Pool
+from disagg.simulator.plan.pools import Planner
 from disagg.step_times.interface import StepWork, busy_s, chunks_s, decode_s, prefill_s
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from disagg.autoscaler.queueing import decode_context
 from disagg.autoscaler.transfer import bandwidth_to_hide, exposed_s, hidden_from, transfer_s
 from disagg.simulator.durations.parallelism import Parallelism
+from disagg.simulator.plan.candidates import Answer, Judged
 from disagg.simulator.plan.intensity import (
     critical_batch,
     critical_prompt,
@@ -18,8 +19,9 @@ from disagg.simulator.plan.intensity import (
 )
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import WorkerMemory, weight_bytes, worker_memory
-from disagg.simulator.plan.pools import Answer, Judged, Planner, Site
+from disagg.simulator.plan.pools import Planner
 from disagg.simulator.plan.sweep import SweepRow, batch_sweep
+from disagg.simulator.plan.workers import Site
 from disagg.step_times.interface import LinkTimes, decode_s, prefill_s
 
 

@@ -31,12 +31,15 @@ from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.perf_tables import PerfTables
 from disagg.simulator.durations.roofline import RooflineStepTimes, check_parallelism
 from disagg.simulator.durations.stages import StagedStepTimes, stage_layers
+from disagg.simulator.plan.candidates import Answer, Candidate, Judge, Judgement
 from disagg.simulator.plan.judge import PLAN_ENGINE, SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import BLOCK_TOKENS, GB, Precision, expert_choices, stage_counts, widths
-from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Site, TimesOf
+from disagg.simulator.plan.pools import Planner
 from disagg.simulator.plan.reasons import reasons
 from disagg.simulator.plan.report import Facts, facts_of, to_json, verdict
+from disagg.simulator.plan.search import best_pools
+from disagg.simulator.plan.workers import Site, TimesOf
 from disagg.simulator.world.settings import EngineKind
 from disagg.step_times.interface import LinkTimes, StepTimes
 
@@ -100,7 +103,7 @@ def run_plan(options: PlanOptions, console: Console) -> int:
     if options.rate is not None or options.scenario is not None:
         judge = _judge(options, planner, requests, console)
         engine = None if judge is None else PLAN_ENGINE
-        answer = planner.best(judge, options.max_simulated)
+        answer = best_pools(planner, judge, options.max_simulated)
         why = reasons(planner, answer.best)
         print_answer(console, answer, load, engine, why)
     else:

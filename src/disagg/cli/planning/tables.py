@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from disagg.loadtests.verdict.plots import Chart, Series
 from disagg.loadtests.verdict.report import TextTable
 from disagg.loadtests.verdict.report_html import charts_html, page, table_html
+from disagg.simulator.plan.candidates import Answer, Judged
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import GB
-from disagg.simulator.plan.pools import Answer, Judged
 from disagg.simulator.plan.report import Facts, price_per_million_output, verdict
 from disagg.simulator.plan.sweep import SweepRow
 from disagg.simulator.world.settings import EngineKind

@@ -16,11 +16,14 @@ from disagg.simulator.durations.devices import H100
 from disagg.simulator.durations.model_shapes import MODEL_SHAPES
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.roofline import RooflineStepTimes
+from disagg.simulator.plan.candidates import Answer, Candidate, Judge, Judgement, Pool
 from disagg.simulator.plan.judge import SimulatedJudge, lengths_of, steady_requests
 from disagg.simulator.plan.load import Load
-from disagg.simulator.plan.pools import Answer, Candidate, Judge, Judgement, Planner, Pool, Site
+from disagg.simulator.plan.pools import Planner
 from disagg.simulator.plan.report import facts_of as facts
 from disagg.simulator.plan.report import price_per_million_output, to_json, verdict
+from disagg.simulator.plan.search import best_pools
+from disagg.simulator.plan.workers import Site
 from disagg.simulator.world.users import UserRequest
 from disagg.step_times.interface import LinkTimes, StepTimes
 
@@ -80,7 +83,7 @@ def test_a_limit_that_a_wider_worker_meets_is_not_refused() -> None:
 
 def test_too_few_devices_for_any_worker_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--max-gpus: 1 devices are too few for one worker of 2$"):
-        Planner(site(tps=(2,), max_devices=1), load()).best()
+        best_pools(Planner(site(tps=(2,), max_devices=1), load()))
 
 
 # ---------------------------------------------------------------- the estimate
@@ -105,7 +108,7 @@ def test_one_mode_only() -> None:
 
 def test_a_small_load_is_not_disaggregated() -> None:
     asked = load(rate=0.1, kind=Lengths(200, 20))
-    answer = Planner(site(), asked).best()
+    answer = best_pools(Planner(site(), asked))
     assert answer.best.candidate == Candidate(None, Pool(1, 1, 512))
     assert answer.is_met
     assert verdict(answer, asked) == (
@@ -117,14 +120,14 @@ def test_a_small_load_is_not_disaggregated() -> None:
 
 def test_tight_limits_on_tokens_beside_long_prompts_are_disaggregated() -> None:
     asked = load(rate=10.0, ttft_ms=1500.0, tpot_ms=12.0, kind=Lengths(7000, 200))
-    answer = Planner(site(), asked).best()
+    answer = best_pools(Planner(site(), asked))
     assert answer.is_met
     assert answer.best.candidate.is_disaggregated
 
 
 def test_a_rate_that_cannot_be_served_is_answered_with_what_comes_closest() -> None:
     asked = load(rate=1000.0)
-    answer = Planner(site(max_devices=4), asked).best()
+    answer = best_pools(Planner(site(max_devices=4), asked))
     assert not answer.is_met
     assert verdict(answer, asked).startswith("no pools within --max-gpus meet the limits for 90 % of the requests; ")
 
@@ -133,7 +136,7 @@ def test_the_report_is_plain_data() -> None:
     asked = load(rate=1000.0)
     planner = Planner(site(max_devices=4), asked)
     found = facts(planner)
-    report = to_json(found, planner.best(), asked, H100.power_w)
+    report = to_json(found, best_pools(planner), asked, H100.power_w)
     assert report["meets_limits"] is False
     assert report["best"]["estimate"]["mean_ttft_s"] is None  # infinite
     assert report["facts"]["kv_bytes_per_token"] == 131072
@@ -147,7 +150,7 @@ def test_the_report_is_plain_data() -> None:
 
 
 def found_by(judge: Judge, max_judged: int = 200, max_devices: int = 32) -> Answer:
-    return Planner(site(max_devices=max_devices), load()).best(judge, max_judged)
+    return best_pools(Planner(site(max_devices=max_devices), load()), judge, max_judged)
 
 
 def test_the_judge_is_believed_when_it_takes_more_than_the_estimate() -> None:
@@ -240,7 +243,7 @@ def test_the_choice_is_within_three_percent_of_the_best_of_a_grid(asked: Load) -
             seen[candidate] = judge(candidate)
         return seen[candidate]
 
-    answer = planner.best(remembered, 12)
+    answer = best_pools(planner, remembered, 12)
     grid = [Candidate(None, Pool(number, 1, budget)) for number in range(1, 5) for budget in (512, 2048)]
     grid += [
         Candidate(Pool(prefill, 1, 2048), Pool(decode, 1, 2048))

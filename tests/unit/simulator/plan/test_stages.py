@@ -19,11 +19,14 @@ from disagg.simulator.durations.model_shapes import MODEL_SHAPES, ExpertsShape, 
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.durations.roofline import RooflineStepTimes
 from disagg.simulator.durations.stages import StagedStepTimes
+from disagg.simulator.plan.candidates import Answer, Candidate, Judgement, Pool
 from disagg.simulator.plan.judge import SimulatedJudge, steady_requests
 from disagg.simulator.plan.load import Load
 from disagg.simulator.plan.memory import expert_choices, stage_counts, weight_bytes, worker_memory
-from disagg.simulator.plan.pools import NUM_STAGED, STAGED_SHARE, Answer, Candidate, Judgement, Planner, Pool, Site
+from disagg.simulator.plan.pools import STAGED_SHARE, Planner
 from disagg.simulator.plan.reasons import reasons
+from disagg.simulator.plan.search import best_pools
+from disagg.simulator.plan.workers import NUM_STAGED, Site
 from disagg.step_times.interface import LinkTimes, StepTimes
 
 LLAMA_8B, LLAMA_70B = MODEL_SHAPES["llama-3.1-8b"], MODEL_SHAPES["llama-3.1-70b"]
@@ -160,7 +163,7 @@ class Strict:
     def __call__(self, candidate: Candidate) -> Judgement:
         self.asked.append(candidate)
         share = self.staged if candidate.num_stages > 1 else self.plain
-        judged = self.planner._as_judgement(candidate)
+        judged = self.planner.as_judgement(candidate)
         return replace(judged, attainment=share * judged.attainment)
 
 
@@ -168,7 +171,7 @@ def judged(pps: tuple[int, ...], max_judged: int = 12, **shares: float) -> tuple
     """The plan of a load for which stages save devices by the estimate."""
     found = planner(LLAMA_70B, pps=pps, ttft_ms=2000.0, tpot_ms=40.0, rate=4.0, lengths=Lengths(4000, 300))
     judge = Strict(found, **shares)
-    return judge, found.best(judge, max_judged)
+    return judge, best_pools(found, judge, max_judged)
 
 
 @pytest.mark.parametrize("max_judged", [1, 3, 12])
@@ -205,7 +208,7 @@ def test_what_can_be_no_better_is_not_judged() -> None:
     """On an H100 stages need as many devices, and all requests meet their limits without."""
     found = planner()
     judge = Strict(found)
-    answer = found.best(judge, 12)
+    answer = best_pools(found, judge, 12)
     assert answer.best.candidate.num_stages == 1
     staged = [each for each in judge.asked if each.num_stages > 1]
     assert all(found.price(each) <= answer.best.price_per_hour for each in staged)
@@ -230,7 +233,7 @@ def test_the_quicker_of_whole_and_divided_experts_is_taken() -> None:
     config = ExpertsConfig(routing=Routing(num_experts=16, top_k=2), intermediate_size=1024)
     model = replace(LLAMA_8B, experts=ExpertsShape(config=config, num_layers=32))
     found = planner(model, tps=(4,), tpot_ms=50.0)
-    times = {ep: found._token_s(Parallelism(4, 1, ep)) for ep in (False, True)}
+    times = {ep: found._workers._token_s(Parallelism(4, 1, ep)) for ep in (False, True)}
     assert found.decoders == [Parallelism(4, 1, times[True] < times[False])]
 
 
@@ -240,7 +243,7 @@ def test_the_quicker_of_whole_and_divided_experts_is_taken() -> None:
 def test_devices_without_a_fast_link_take_stages_for_prompts() -> None:
     """PCIe: an all-reduce of 6000 rows takes longer than the layers between two of them."""
     found = planner(LLAMA_8B, L40S, ttft_ms=250.0, tpot_ms=60.0, rate=4.0)
-    answer = found.best()
+    answer = best_pools(found)
     assert answer.is_met
     prefill = answer.best.candidate.prefill
     assert prefill is not None
@@ -255,7 +258,7 @@ def test_devices_without_a_fast_link_take_stages_for_prompts() -> None:
 
 def test_colocated_pools_have_one_reason() -> None:
     found = planner(rate=0.1, lengths=Lengths(200, 20), modes=(False,))
-    (why,) = reasons(found, found.best().best)
+    (why,) = reasons(found, best_pools(found).best)
     assert why.startswith("colocated with tp 1: a token of 1 sequences takes 7.")
     assert "; with tp 2 " in why
 
@@ -263,7 +266,7 @@ def test_colocated_pools_have_one_reason() -> None:
 def test_nothing_is_compared_with_that_is_not_searched() -> None:
     """One rank of a processor core, whose nodes have one."""
     found = planner(tps=(1,), pps=(1,))
-    prefill, decode = reasons(found, found._judged(PAIR, found._as_judgement(PAIR)))
+    prefill, decode = reasons(found, found.judged(PAIR, found.as_judgement(PAIR)))
     assert prefill == "prefill with tp 1: a prompt of 6000 tokens takes 138 ms"
     assert ";" not in decode
 
