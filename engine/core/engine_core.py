@@ -35,7 +35,6 @@ import msgspec
 
 from disagg.engine.blocks.block_manager import BlockManager
 from disagg.engine.blocks.cached_blocks import CachedBlocks
-from disagg.engine.blocks.landing import Landing
 from disagg.engine.blocks.swap import SwapIn, SwapOut, Swapper, swap_pool
 from disagg.engine.blocks.window_group import WindowGroup
 from disagg.engine.commands import (
@@ -52,12 +51,9 @@ from disagg.engine.commands import (
     FetchPrefix,
     ForgetTenant,
     Gather,
-    Gathered,
     GatherFailed,
-    Gathering,
     Hold,
     Join,
-    Joined,
     Pin,
     Pinned,
     Release,
@@ -65,7 +61,6 @@ from disagg.engine.commands import (
     Reserved,
     ReserveRefused,
     Scatter,
-    Scattered,
     TierFailed,
     TierForgotten,
     TierFull,
@@ -76,15 +71,15 @@ from disagg.engine.commands import (
 )
 from disagg.engine.config import WorkerConfig
 from disagg.engine.core.adapters import Adapters
-from disagg.engine.core.admission import covered_until, new_sequence, refusal
+from disagg.engine.core.admission import new_sequence, refusal
 from disagg.engine.core.fetching import Fetching
 from disagg.engine.core.idle_steps import NUM_TOKENS, IdleSteps
+from disagg.engine.core.kv_exchange import KvExchange
 from disagg.engine.core.migration import Moves, extend
 from disagg.engine.core.policy import LazyHeap
 from disagg.engine.core.reports import EngineTotals
 from disagg.engine.core.scheduler import Effect, Scheduler
 from disagg.engine.core.scheduler_audit import scheduler_findings
-from disagg.engine.core.serving import Serving
 from disagg.engine.core.slack import Slack
 from disagg.engine.core.step_limit import StepLimit
 from disagg.engine.core.steps import FinishedStep, Steps, failed, num_alike, num_prompt_steps
@@ -97,7 +92,7 @@ from disagg.engine.tiers.store import TierParts
 from disagg.engine.tiers.tiers import Tiers
 from disagg.proto.config import check_bounds
 from disagg.proto.errors import ConfigError, InternalError
-from disagg.proto.ids import AttemptKey, BlockHash, GatewayId
+from disagg.proto.ids import AttemptKey, BlockHash
 from disagg.proto.messages import Adapter, AdapterState, BlocksSnapshot, EndReason, KvEvent, Load, StepSample, TierName
 from disagg.step_times.step_model import StepModel
 
@@ -105,8 +100,6 @@ _log = logging.getLogger(__name__)
 
 RESERVE_WAIT_S = 10.0
 """How long an offer waits for its adapter: the prefill worker would take this worker for a stuck one much later."""
-_NO_GATEWAY = GatewayId("")
-"""Gateway id in the `Ended` of a sequence that is not known any more."""
 
 
 class EngineCore:
@@ -192,12 +185,9 @@ class EngineCore:
             self._adapters = Adapters(config.adapters.max_loaded, order_adapter or _order_none, runner.put_adapter)
         self._parked: dict[AttemptKey, tuple[Add | Reserve, Sequence]] = {}
         """What waits for its adapter, as it came."""
-        self._serving = Serving(runner.layout.groups[0].bytes_per_token // runner.shape.num_ranks, runner.block_size)
         self._deadlines: LazyHeap[AttemptKey] = LazyHeap()
-        self._landing = Landing()
-        self._joined: list[tuple[Sequence, float]] = []
-        """Sequences that joined since the last step, and when."""
         self._steps = Steps(runner, self._scheduler)
+        self._exchange = KvExchange(runner, self._scheduler, self._fetching, self._steps, model)
         self._moves = Moves(self._scheduler)
         fits = min(config.token_budget, self._scheduler.max_model_len - 1) >= NUM_TOKENS
         windows = [window.blocks for window in self._scheduler.kv_cache.windows]
@@ -217,7 +207,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute something, or finish what is under way."""
-        if self._scheduler.running or self._steps.is_under_way or self._serving:
+        if self._scheduler.running or self._steps.is_under_way or self._exchange.has_waiting:
             return True
         if self._tiers is not None and self._tiers.can_go_on:
             return True
@@ -316,13 +306,13 @@ class EngineCore:
             case Reserve():
                 events = self._reserve(command, now)
             case Scatter():
-                events = self._scatter(command)
+                events = self._exchange.scatter(command)
             case Join():
-                events = self._join(command, now)
+                events = self._exchange.join(command, now)
             case Gather():
-                events = self._gather(command)
+                events = self._exchange.gather(command, self.planned)
             case GatherFailed():
-                events = self._gather_failed(command)
+                events = self._exchange.gather_failed(command)
             case Release():
                 events = self._release(command)
             case Export(key):
@@ -467,7 +457,7 @@ class EngineCore:
             if sequence.spec.adapter is not None:
                 self._forget(key)
             return [ReserveRefused(key, reason)]
-        self._landing.reserved(key)
+        self._exchange.reserved(key)
         self._watch_deadline(sequence)
         return [Reserved(key, sequence.cached_tokens)]
 
@@ -506,147 +496,6 @@ class EngineCore:
             return
         self._scheduler.leave(sequence)
         self._pin_now(sequence)
-
-    def _scatter(self, command: Scatter) -> list[Event]:
-        key, start, end = command.key, command.start, command.end
-        sequence = self._scheduler.sequences.get(key)
-        if sequence is None or not self._takes_kv(sequence):
-            return [Scattered(key, command.seq, ok=False)]
-        group = command.group
-        if (
-            not 0 <= group < len(self._groups)
-            or not self._due_from(sequence, group) <= start < end <= sequence.num_tokens
-        ):
-            return [Scattered(key, command.seq, ok=False)]
-        self._scheduler.extend_reserved(sequence, group, end)
-        try:
-            copying = self._runner.start_scatter(
-                sequence.table_of(group),
-                start,
-                end,
-                command.data,
-                command.peer,
-                digests=command.digest is not None,
-                group=group,
-            )
-            answers = self._landing.begun(command, copying, waits=not self._steps.is_under_way)
-            self._landed(sequence)
-            return [*answers]
-        except Exception as error:
-            return [Scattered(key, command.seq, ok=False), failed(self._scheduler, sequence, "scatter", error)]
-
-    def _landed(self, sequence: Sequence) -> None:
-        """More KV of a sequence is in its blocks. That of a prefix is used at once."""
-        if self._fetching.receives(sequence):
-            ranges = self._landing.landed[sequence.key].get(0, [])
-            self._fetching.landed(sequence, covered_until(sequence.cached_tokens, ranges))
-
-    def _copied(self, *, wait: bool) -> list[Event]:
-        """The answers of copies that are done, and what waited for them."""
-        events: list[Event] = []
-        for scattered in self._landing.answers(wait=wait):
-            events.append(scattered)
-            if (sequence := self._scheduler.sequences.get(scattered.key)) is not None:
-                self._landed(sequence)
-            if (kept := self._landing.take_join(scattered.key)) is not None:
-                events += self._join(*kept)
-        self._forget_ended(events)  # a join may end its sequence, whose deadline must not be looked at any more
-        return events
-
-    def _join(self, command: Join, now: float) -> list[Event]:
-        """`Joined`, then the joined token as `TokenSampled`, so that P may be lost; then `Ended` where that token is
-        the last."""
-        key = command.key
-        sequence = self._scheduler.sequences.get(key)
-        if sequence is None:
-            return [Ended(key, _NO_GATEWAY, "failed", "the sequence is gone")]
-        if sequence.state is not SequenceState.RESERVED:
-            return [self._scheduler.end(sequence, "failed", f"joined while {sequence.state.value}")]
-        if not 0 <= command.token_id < self._runner.vocab_size:
-            return [self._scheduler.end(sequence, "failed", f"token id {command.token_id} is not in the vocabulary")]
-        if (command.logprobs is not None) != (sequence.spec.sampling.logprobs >= 0):
-            return [self._scheduler.end(sequence, "failed", "the token's logprobs are not what was requested")]
-        if self._landing.keeps_join(command, now):
-            return []
-        landed = self._landing.landed[key]
-        num_landed = min(
-            covered_until(self._due_from(sequence, group), landed.get(group, [])) for group in range(len(self._groups))
-        )
-        if num_landed < sequence.num_tokens:
-            detail = f"joined with the KV of {num_landed} of {sequence.num_tokens} tokens"
-            return [self._scheduler.end(sequence, "failed", detail)]
-        self._landing.forget(key)
-        self._joined.append((sequence, now))
-        return [Joined(key), *self._scheduler.join(sequence, command.token_id, command.logprobs)]
-
-    def _gather(self, command: Gather) -> list[Event]:
-        """The copy of a prefix that another worker fetches waits for its turn beside steps."""
-        sequence = self._scheduler.sequences.get(command.key)
-        if sequence is not None and sequence.is_prefix and (self._serving or self._scheduler.running):
-            self._serving.add(command)
-            return []
-        return self._copy(command, self.planned)
-
-    def _copy(self, command: Gather, plan: StepPlan) -> list[Event]:
-        key, start, end = command.key, command.start, command.end
-        sequence = self._scheduler.sequences.get(key)
-        if sequence is None or not self._has(sequence, command.group, start, end):
-            return [Gathered(key, command.seq, ok=False)]
-        group = command.group
-        try:
-            begun = self._runner.start_gather(
-                sequence.table_of(group), start, end, command.out, command.peer, digests=command.digests, group=group
-            )
-        except Exception as error:
-            return [Gathered(key, command.seq, ok=False), failed(self._scheduler, sequence, "gather", error)]
-        # Stages copy between steps, as one rank does; a device copies beside them.
-        holds_up = isinstance(begun, int) or num_prompt_steps(self._runner) > 1
-        most_tokens = self._most_to_copy(plan) if sequence.is_prefix and holds_up else 0
-        if isinstance(begun, int):
-            return [Gathered(key, command.seq, ok=True, checksum=begun, most_tokens=most_tokens)]
-        return [Gathering(key, command.seq, begun, most_tokens)]
-
-    def _most_to_copy(self, plan: StepPlan) -> int:
-        """Tokens that the next copy of a prefix may have beside the sequences that run, of which some decode, or the
-        next step is this one; 0 where none run."""
-        running = self._scheduler.running
-        if not running:
-            return 0
-        decoding = [sequence.num_tokens for sequence in running.values() if sequence.is_decoding]
-        if decoding:
-            step_ms = self._model.coefficients.ms_of(0, 0, len(decoding), sum(decoding))
-        else:
-            step = plan if plan.entries else self._steps.oldest
-            step_ms = self._model.coefficients.step_ms(step.measured(0.0))
-        return self._serving.most_tokens(step_ms)
-
-    def _serve(self, plan: StepPlan) -> list[Event]:
-        """Copy what other workers fetch, as much as this step may be held up."""
-        if not self._serving:
-            return []
-        step_ms = self._model.coefficients.step_ms(plan.measured(0.0)) if self._scheduler.running else math.inf
-        return [event for gather in self._serving.take(step_ms) for event in self._copy(gather, plan)]
-
-    def _due_from(self, sequence: Sequence, group: int) -> int:
-        """The first token whose KV of a cache group arrives for a reserved sequence."""
-        return max(sequence.cached_tokens, self._groups[group].kept_from(sequence.num_tokens))
-
-    def _has(self, sequence: Sequence, group: int, start: int, end: int) -> bool:
-        """Whether the KV of tokens [start, end) of a cache group is in the cache, or will be behind steps under way,
-        behind which a copy of it is ordered."""
-        if not 0 <= group < len(self._groups) or not 0 <= start < end <= sequence.next_token:
-            return False
-        return not group or sequence.windows[group - 1].first_token <= start
-
-    def _gather_failed(self, command: GatherFailed) -> list[Event]:
-        """The sequence may have ended meanwhile; a device that is lost ends the worker in any case."""
-        if is_fatal(command.error):
-            raise command.error
-        gathered = Gathered(command.key, command.seq, ok=False)
-        sequence = self._scheduler.sequences.get(command.key)
-        return (
-            [gathered] if sequence is None else [gathered, failed(self._scheduler, sequence, "gather", command.error)]
-        )
 
     def _release(self, command: Release) -> list[Event]:
         sequence = self._scheduler.sequences.get(command.key)
@@ -688,7 +537,7 @@ class EngineCore:
         plan = self._steps.plan()
         effects = self._scheduler.take_effects()
         events += [event for effect in effects for event in self._carry_out(effect)]
-        events += self._serve(plan)
+        events += self._exchange.serve(plan)
         has_freed = effects or self._scheduler.totals["preemptions"] > num_preemptions
         self._stalled = not (plan.entries or has_freed or self._steps.is_under_way)
         self.planned, self._planned_at = plan, now
@@ -716,7 +565,7 @@ class EngineCore:
     @property
     def num_alike(self) -> int:
         """How many steps from the planned one on are like it, see `steps.num_alike`."""
-        return 0 if self._serving else num_alike(self._scheduler, self.planned)
+        return 0 if self._exchange.has_waiting else num_alike(self._scheduler, self.planned)
 
     def run_alike(self, rows: Iterable[Seq[int]]) -> list[Event]:
         """Instead of `run_step`: take in the planned step and others like it, `num_alike` at most, that were computed
@@ -731,6 +580,12 @@ class EngineCore:
             self._model.observe(step)
         if self._scheduler.speculation is not None and not step.prefill_tokens:
             self._scheduler.speculation.observe(step.num_decodes, step.decode_context, step.ms)
+
+    def _copied(self, *, wait: bool) -> list[Event]:
+        """The answers of copies that are done, and what waited for them."""
+        events = self._exchange.copied(wait=wait)
+        self._forget_ended(events)  # a join may end its sequence, whose deadline must not be looked at any more
+        return events
 
     def _carry_out(self, effect: Effect) -> list[Event]:
         """The copies are made here and now: the blocks of a suspended sequence have new owners already, which write to
@@ -762,9 +617,8 @@ class EngineCore:
         for entry in plan.prefills:
             if entry.sequence.queue_s is None:
                 entry.sequence.queue_s = now - entry.sequence.arrival
-        for sequence, since in self._joined:
+        for sequence, since in self._exchange.take_joined():
             sequence.queue_s = now - since
-        self._joined.clear()
 
     def _expire(self, now: float) -> list[Event]:
         events: list[Event] = []
@@ -847,7 +701,7 @@ class EngineCore:
             "blocks_active": self._blocks.num_active,
             "blocks_reserved": self._blocks.num_reserved,
             "swap_bytes": self._scheduler.swap.num_bytes,
-            "copies": len(self._landing),
+            "copies": len(self._exchange),
             "fetches": self._fetching.num_open,
         }
         return counts, self.check_integrity()
@@ -855,12 +709,11 @@ class EngineCore:
     def check_integrity(self) -> list[str]:
         """Findings; empty when sound. Costs O(blocks + sequences)."""
         sequences = self._scheduler.sequences
-        reserved = {key for key, sequence in sequences.items() if self._takes_kv(sequence)}
         loading = {key for key, sequence in sequences.items() if sequence.state is SequenceState.LOADING}
         with_deadline = sum(sequence.deadline is not None for sequence in sequences.values())
         problems = scheduler_findings(self._scheduler)
         problems += self._moves.check_integrity()
-        problems += self._landing.check_integrity(reserved)
+        problems += self._exchange.check_integrity()
         problems += self._fetching.check_integrity()
         loading -= self._fetching.loading | self._parked.keys()
         if self._adapters is not None:
@@ -880,10 +733,6 @@ class EngineCore:
     @property
     def _num_loading(self) -> int:
         return self._fetching.num_waiting + len(self._parked) + (0 if self._tiers is None else self._tiers.num_loading)
-
-    def _takes_kv(self, sequence: Sequence) -> bool:
-        """Whether KV of another worker is written to its blocks."""
-        return sequence.state is SequenceState.RESERVED or self._fetching.receives(sequence)
 
     def _num_in_tiers(self, hashes: Seq[BlockHash], num_tokens: int) -> int:
         return 0 if self._tiers is None else self._tiers.num_held(hashes, num_tokens)
@@ -932,7 +781,7 @@ class EngineCore:
         if self._tiers is not None:
             self._tiers.forget(key)
         self._fetching.forget(key)
-        self._landing.forget(key)
+        self._exchange.forget(key)
         self._moves.forget(key)
         if self._adapters is not None:
             self._parked.pop(key, None)

@@ -434,7 +434,7 @@ class TestReports:
 
     def test_integrity_covers_the_core(self) -> None:
         core = core_in_state("held")
-        core._landing.landed[KEY] = {}
+        core._exchange._landing.landed[KEY] = {}
         core._deadlines.discard(KEY)
         assert core.audit()[1] == [
             "landed ranges are kept for other sequences than the reserved ones",

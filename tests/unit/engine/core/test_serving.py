@@ -81,7 +81,7 @@ def test_between_two_steps_of_a_stream_a_share_of_a_step_is_copied() -> None:
     core = holding_core()
     handle_all(core, Add(make_spec("stream", make_prompt(20, seed=5), max_tokens=40)))
     core.step(0.0)
-    token_ms = core._serving._token_ms = 0.2  # one block takes 3.2 ms, as that of a large model
+    token_ms = core._exchange._serving._token_ms = 0.2  # one block takes 3.2 ms, as that of a large model
     assert [handle_all(core, gather(number)) for number in range(4)] == [[]] * 4
     seen: list[list[int]] = []
     while core.has_work and len(seen) < 6:
@@ -100,7 +100,7 @@ def test_what_waits_is_copied_when_the_stream_ends_and_answered_where_the_prefix
     core = holding_core()
     handle_all(core, Add(make_spec("stream", make_prompt(20, seed=5), max_tokens=2)))
     core.step(0.0)
-    core._serving._token_ms = 0.2
+    core._exchange._serving._token_ms = 0.2
     handle_all(core, *[gather(number) for number in range(5)])
     events = core.step(0.0)
     assert copies(events) == [0]

@@ -456,7 +456,7 @@ class TestCopies:
         core = decoding(QueueingRunner(), 2, max_tokens=12)
         handle_all(core, Reserve(make_spec("b", self.PROMPT, max_tokens=5)))
         self.scatter(core, 0, [])
-        copying = core._landing._under_way[0].copying
+        copying = core._exchange._landing._under_way[0].copying
 
         def lost() -> bool:
             raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")

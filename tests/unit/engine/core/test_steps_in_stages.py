@@ -346,7 +346,7 @@ class TestCopies:
         run_until_idle(core)
         handle_all(core, Pin(make_spec("pinned", PROMPT[:CHUNK])), hold("a", PROMPT[::-1][: 2 * CHUNK]))
         steps(core, 2)
-        core._serving._token_ms = SHARE * 65.0 / (3.5 * BLOCK)
+        core._exchange._serving._token_ms = SHARE * 65.0 / (3.5 * BLOCK)
         assert handle_all(core, Gather(key_of("pinned"), 0, 0, BLOCK, new_buffer(BLOCK))) == []
         (event,) = core.plan_step(0.0)
         assert not core.planned.entries
