@@ -6,17 +6,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import msgspec
 import pytest
 
 from disagg.engine.config import TierOptions, TransferLimits, TransportName, WorkerConfig
 from disagg.engine.fake_runner import fake_generate
 from disagg.engine.faults.faulty import FAILPOINTS_VARIABLE
-from disagg.proto.messages import RoleName, WorkerInfo
+from disagg.proto.messages import RoleName, WatchRequest, WorkerInfo, WorkerReport, decoder, encode
+from disagg.proto.services import CHANNEL_OPTIONS, WATCH
 from tests.support import reference
+from tests.support.processes import children_of
+from tests.support.secret import SECRET
 from tests.support.tiny_models import VOCAB_SIZE, make_checkpoint
 from tests.support.transports import HAS_NIXL
 from tests.support.waiting import LONG_WAIT_S, eventually
@@ -145,6 +151,43 @@ async def test_a_source_that_does_not_answer_costs_the_time_limit(monkeypatch: p
             await gateway.wait_until_idle()
             assert await fetched_answer(gateway, fourth) == ("done", 256)
             assert await fetched_answer(gateway, prompt_of(300)) == ("refused", 0)
+
+
+@asynccontextmanager
+async def turns_of(info: WorkerInfo) -> AsyncIterator[list[float]]:
+    """The times of its present turn that a worker reports from now on, in seconds."""
+    turns: list[float] = []
+    decode = decoder(WorkerReport).decode
+    async with grpc.aio.insecure_channel(info.address, options=CHANNEL_OPTIONS) as channel:
+        call: Any = channel.unary_stream(WATCH, None, None)(encode(WatchRequest()), metadata=SECRET.metadata)
+
+        async def read() -> None:
+            while isinstance(frame := await call.read(), bytes):
+                turns.append(decode(frame).turn_s)
+
+        reading = asyncio.create_task(read())
+        yield turns
+        call.cancel()
+        await asyncio.wait([reading])
+
+
+@pytest.mark.slow
+async def test_a_source_tells_for_how_long_it_waits_for_a_stage_that_hangs_in_a_copy() -> None:
+    first, prompt = [prompt_of(300) for _ in range(2)]
+    with running_workers(*fake_workers(pp=2, fake_layers=2)) as infos:
+        async with open_gateway(infos) as gateway, turns_of(infos[0]) as turns:
+            await gateway.run(first, worker="c0", max_tokens=NUM_TOKENS)
+            assert await fetched_answer(gateway, first) == ("done", 256)  # the pair is formed
+            await gateway.run(prompt, worker="c0", max_tokens=NUM_TOKENS)
+            (stage,) = children_of(infos[0].pid)
+            os.kill(stage, signal.SIGSTOP)
+            try:
+                fetching = asyncio.create_task(fetched_answer(gateway, prompt))
+                await eventually(lambda: max(turns, default=0.0) > 1.0, "the wait for the copy does not show")
+            finally:
+                os.kill(stage, signal.SIGCONT)
+            assert await fetching == ("done", 256)
+            await eventually(lambda: turns[-1] < 1.0, "the wait for the copy does not end")
 
 
 async def test_whoever_goes_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
