@@ -9,6 +9,7 @@ from typing import Any
 
 from disagg.autoscaler.queueing import decode_context
 from disagg.autoscaler.transfer import bandwidth_to_hide, exposed_s, hidden_from, transfer_s
+from disagg.proto.wording import counted
 from disagg.simulator.durations.parallelism import Parallelism
 from disagg.simulator.plan.candidates import Answer, Judged
 from disagg.simulator.plan.intensity import (
@@ -161,13 +162,17 @@ def verdict(answer: Answer, load: Load) -> str:
             f"{best.candidate} comes closest ({share})"
         )
     lead = "disaggregate" if best.candidate.is_disaggregated else "do not disaggregate"
-    text = f"{lead}: {best.candidate} ({best.candidate.num_devices} devices) meet the limits of {share} of the requests"
+    text = f"{lead}: {_with_devices(best)} meet the limits of {share} of the requests"
     if other is None:
         return text
     if other.judgement.attainment < load.min_attainment:
-        return f"{text}; {other.candidate} ({other.candidate.num_devices} devices) do not"
+        return f"{text}; {_with_devices(other)} do not"
     same = ", the same price" if other.price_per_hour == best.price_per_hour else ""
-    return f"{text}; the other way takes {other.candidate} ({other.candidate.num_devices} devices{same})"
+    return f"{text}; the other way takes {_with_devices(other, same)}"
+
+
+def _with_devices(judged: Judged, price: str = "") -> str:
+    return f"{judged.candidate} ({counted(judged.candidate.num_devices, 'device')}{price})"
 
 
 def price_per_million_output(judged: Judged, load: Load) -> float:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from disagg.proto.errors import ConfigError
+from disagg.proto.wording import counted
 from disagg.simulator.plan.candidates import Answer, Candidate, Judge, Judged
 from disagg.simulator.plan.pools import Planner
 
@@ -24,8 +25,10 @@ def best_pools(planner: Planner, judge: Judge | None = None, max_judged: int = M
     """Find the cheapest pools that meet the limits by the judge, or by the estimate without one."""
     shortlist = planner.shortlist()
     if not shortlist:
+        most = planner.site.max_devices
+        are = "is" if most == 1 else "are"
         raise ConfigError(
-            f"--max-gpus: {planner.site.max_devices} devices are too few for one worker of "
+            f"--max-gpus: {counted(most, 'device')} {are} too few for one worker of "
             f"{min(each.num_devices for each in planner.decoders)}"
         )
     if judge is None:

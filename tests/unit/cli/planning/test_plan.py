@@ -94,7 +94,7 @@ def test_with_a_rate_there_are_pools() -> None:
         "100.0%",
         *best[-2:],
     ]
-    assert "do not disaggregate: 1x1 colocated, 2048-token steps (1 devices) meet the limits" in text
+    assert "do not disaggregate: 1x1 colocated, 2048-token steps (1 device) meet the limits" in text
 
 
 def test_the_simulator_judges_unless_it_is_left_out() -> None:

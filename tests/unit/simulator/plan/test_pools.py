@@ -82,7 +82,7 @@ def test_a_limit_that_a_wider_worker_meets_is_not_refused() -> None:
 
 
 def test_too_few_devices_for_any_worker_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--max-gpus: 1 devices are too few for one worker of 2$"):
+    with pytest.raises(ConfigError, match=r"^--max-gpus: 1 device is too few for one worker of 2$"):
         best_pools(Planner(site(tps=(2,), max_devices=1), load()))
 
 
@@ -112,7 +112,7 @@ def test_a_small_load_is_not_disaggregated() -> None:
     assert answer.best.candidate == Candidate(None, Pool(1, 1, 512))
     assert answer.is_met
     assert verdict(answer, asked) == (
-        "do not disaggregate: 1x1 colocated, 512-token steps (1 devices) meet the limits of 100.0 % of the requests; "
+        "do not disaggregate: 1x1 colocated, 512-token steps (1 device) meet the limits of 100.0 % of the requests; "
         "the other way takes 1x1 prefill + 1x1 decode (2 devices)"
     )
     assert price_per_million_output(answer.best, asked) == pytest.approx(2.0 / 3600 / 2.0 * 1e6)
