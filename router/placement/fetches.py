@@ -36,6 +36,8 @@ MAX_HOLDERS, MAX_SOURCES = 4, 2
 STEPS_OF_EACH_END = 2
 """Steps of each end for which a fetch waits: at the source until it has pinned the KV, and until it copies it; at the
 other end until room is reserved, and until the KV is copied into it."""
+_SLOW = 2.0
+"""A link is tried whose latest fetches took more than so many times as long as its fit says."""
 _TRIAL_SHARE = 0.05
 """Share of the time of a prompt that is computed which a trial may take, beside `WON_BY_MS`."""
 _GATHER_BYTE_MS = 0.33e-6
@@ -178,8 +180,8 @@ def _load_ms(worker: Worker, tier: TierName, num_extents: int) -> float:
 def _trial(
     demand: Demand, candidate: Candidate, sources: Sequence[Source], links: FetchLinks, limit_ms: float
 ) -> FetchPlan | None:
-    """A fetch of one extent over a link of which nothing newer than a slow fetch is known; it is over in time only if
-    the link is as quick as usual."""
+    """A fetch of one extent over a link of which nothing newer than a slow fetch is known. It is over in time if the
+    link is as quick as usual, and the steps of both ends leave time for it."""
     worker, cached = candidate.worker, candidate.cached_tokens
     tokens = (cached // EXTENT_TOKENS + 1) * EXTENT_TOKENS
     for source in sources:
@@ -192,7 +194,7 @@ def _trial(
         kv_bytes = worker.kv_layout.bytes_of(tokens, cached)
         slow_ms = links.transfer_ms(peer, worker.worker_id, kv_bytes, demand.now)
         usual_ms = links.usual_ms(peer, worker.worker_id, kv_bytes, demand.now)
-        if before_ms + usual_ms <= limit_ms < before_ms + slow_ms:
+        if before_ms + usual_ms <= limit_ms and slow_ms > _SLOW * usual_ms:
             return FetchPlan("peer", tokens, limit_ms, peer, kv_bytes, before_ms)
     return None
 

@@ -33,11 +33,11 @@ REFUSED_S, FAILED_S = 1.0, 5.0
 """Seconds for which a worker does not ask a source again that refused or was late, and one that failed. How slow a late
 one was counts in later predictions besides."""
 NUM_RECENT, RECENT_S = 8, 30.0
-"""Latest fetches of a pair that are remembered one by one, and seconds after the last one from which on a new one that
-takes another time replaces them all, and a trial may show that the link is not as slow any more. One that was slow for
+"""Latest fetches of a pair that are remembered one by one, and seconds after the last one from which on a
+quicker one replaces them all, and a trial may show that the link is not as slow any more. One that was slow for
 prefixes of any length is not used, so nothing else would."""
-_ALIKE = 2.0
-"""A fetch takes another time if that is more than so many times as long as expected, or as short."""
+_QUICKER = 2.0
+"""A fetch is quicker that takes less than the expected time over this."""
 MAX_PAIRS = 4096
 """Most pairs that are remembered; beyond them the one that was noted first is forgotten."""
 
@@ -57,7 +57,7 @@ class _Recent:
     def observe(self, kv_bytes: int, ms: float, now: float) -> None:
         """Note one."""
         expected_ms = self.least_ms(kv_bytes)
-        if now > self._at + RECENT_S and not expected_ms / _ALIKE <= ms <= expected_ms * _ALIKE:
+        if now > self._at + RECENT_S and ms < expected_ms / _QUICKER:
             self._seen.clear()
         self._seen.append((kv_bytes, ms))
         self._at = now
@@ -123,7 +123,7 @@ class FetchLinks:
         return recent is not None and recent.may_try(now) and now >= self._shunned.get((source, needy), -math.inf)
 
     def usual_ms(self, source: WorkerId, needy: WorkerId, kv_bytes: int, now: float) -> float:
-        """Predicted milliseconds of the transfer alone, as if nothing was known of the pair's latest fetches."""
+        """Predicted milliseconds of the transfer alone, by the fit of all its fetches, without its latest ones."""
         return self._links.exposed_ms(source, needy, kv_bytes, now)
 
     def setup_ms(self, source: WorkerId, needy: WorkerId) -> float:

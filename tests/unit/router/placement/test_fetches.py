@@ -587,7 +587,7 @@ class TestLinks:
             (RECENT_S, 20.0, 1000.0),  # one among others
             (RECENT_S + 0.1, 20.0, 10.0 + 20.0),  # the only one, half of which counts as latency
             (RECENT_S + 0.1, 870.0, 1248.333),  # nothing new
-            (RECENT_S + 0.1, 1751.0, 875.5 + 1751.0),
+            (RECENT_S + 0.1, 1751.0, 1542.0),  # a slower one among others
         ],
     )
     def test_what_was_learned_of_a_link_counts_until_something_newer_was(
