@@ -15,6 +15,8 @@ class ExpertFloats:
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
+        self._num_put: dict[int, int] = {}
+        """Weights that were put, by the same memory."""
 
     @property
     def are_none(self) -> bool:
@@ -30,15 +32,18 @@ class ExpertFloats:
             numbers = memory.nbytes() // part.element_size()
             kept = torch.empty(numbers // 2, dtype=torch.uint8), torch.empty(numbers // GROUP, dtype=torch.uint8)
             self._weights[memory.data_ptr()] = kept
+        self._num_put[memory.data_ptr()] = self._num_put.get(memory.data_ptr(), 0) + part.numel()
         for whole, own, inputs in ((kept[0], weight.code_LOB, 2), (kept[1], weight.exponent_LOG, GROUP)):
             place = _place(whole, part, inputs)
             place.copy_(own.transpose(1, 2).reshape(place.shape))
 
     def take(self, parameter_LOI: Tensor) -> Mxfp4Weight | None:
         """The weights of a whole parameter, which are kept no longer; None where there are none."""
-        kept = self._weights.pop(parameter_LOI.untyped_storage().data_ptr(), None)
+        at = parameter_LOI.untyped_storage().data_ptr()
+        kept = self._weights.pop(at, None)
         if kept is None:
             return None
+        assert self._num_put.pop(at) == parameter_LOI.numel(), "some experts of a parameter are not in MXFP4"
         L, O, _ = parameter_LOI.shape  # noqa: E741 - the shape letters of the name
         return Mxfp4Weight(kept[0].view(L, O, -1), kept[1].view(L, O, -1))
 
