@@ -124,7 +124,7 @@ class FailureDetector(Generic[K]):
         if watched.is_stuck:
             doing = f" ({watched.doing})" if watched.doing else ""
             predicted = f", which was predicted to last {watched.expected_s:.0f} s" if watched.expected_s >= 1 else ""
-            return f"has been in one step for {watched.step_s:.0f} s{predicted}{doing}", True
+            return f"has been busy for {watched.step_s:.0f} s{predicted}{doing}", True
         return None
 
 

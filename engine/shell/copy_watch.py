@@ -92,9 +92,11 @@ class CopyWatch:
         while (watched := self._queue.get()) is not None:
             watched.since = self._clock()
             self._waited = watched
-            self._finish(watched.gathering)
-            self._num_ended += 1
-            self._waited = None
+            try:
+                self._finish(watched.gathering)
+            finally:
+                self._num_ended += 1
+                self._waited = None
             del watched  # with its buffer; the next one may be long in coming
 
     def _finish(self, gathering: Gathering) -> None:

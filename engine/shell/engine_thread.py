@@ -143,8 +143,8 @@ class EngineThread:
         return "waiting for a copy of KV" if self._copies.waiting_s() > self._present_turn_s() else ""
 
     def expected_s(self) -> float:
-        """Predicted duration of the current turn; 0 where no turn lasts long. Any thread."""
-        return self._expected_s
+        """Predicted duration of the current turn; 0 where no turn lasts long, or a copy is waited for. Any thread."""
+        return 0.0 if self.doing() else self._expected_s
 
     def _present_turn_s(self) -> float:
         began = self._turn_began

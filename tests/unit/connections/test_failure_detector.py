@@ -69,10 +69,10 @@ def test_one_with_a_limit_of_its_own_is_stuck_after_that() -> None:
         it.heartbeat("gateway", half_seconds / 2, "request r1 in encode (text.py:7)")
         it.heartbeat("worker", half_seconds / 2)
         found += it.pass_time(0.5)
-    assert [(key, why) for _, key, why in found] == [("worker", "has been in one step for 10 s")]
+    assert [(key, why) for _, key, why in found] == [("worker", "has been busy for 10 s")]
     it.heartbeat("gateway", 30.5, "request r1 in encode (text.py:7)")
     assert [(key, why) for _, key, why in it.pass_time(0.5)] == [
-        ("gateway", "has been in one step for 30 s (request r1 in encode (text.py:7))")
+        ("gateway", "has been busy for 30 s (request r1 in encode (text.py:7))")
     ]
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_takes_too_long_is_a_hang_although_reports_come() -> None:
         it.heartbeat("w", step_s)
         assert it.pass_time(0.5) == []
     assert it.heartbeat("w", 10.5) is False
-    assert it.pass_time(0.25) == [(0.25, "w", "has been in one step for 10 s")]
+    assert it.pass_time(0.25) == [(0.25, "w", "has been busy for 10 s")]
     assert it.heartbeat("w", 11.0) is False
     assert it.heartbeat("w") is False  # tokens of earlier steps that were on their way
     assert it.heartbeat("w", 0.0) is True
@@ -107,7 +107,7 @@ def test_the_limit_of_a_step_follows_its_own_prediction() -> None:
         it.heartbeat("slow", step_s, expected_s=5.0)
         assert it.pass_time(0.5) == []
     it.heartbeat("slow", 30.5, expected_s=5.0)
-    why = "has been in one step for 30 s, which was predicted to last 5 s"
+    why = "has been busy for 30 s, which was predicted to last 5 s"
     assert it.pass_time(0.5) == [(0.25, "slow", why)]
 
 
@@ -161,7 +161,7 @@ def test_a_listener_that_was_busy_sees_a_step_that_does_not_end() -> None:
     it.watch("w")
     it.heartbeat("w", 10.5)
     it.now += 3.0
-    assert it.detector.sweep(it.now) == [("w", "has been in one step for 10 s", True)]
+    assert it.detector.sweep(it.now) == [("w", "has been busy for 10 s", True)]
 
 
 def test_who_left_or_is_unknown_is_not_suspected() -> None:
