@@ -216,8 +216,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
             await self._note_forgotten(request.tenant)
             if problem := unknown_tenant(request.tenant, self._rights.tenants()):
                 missed = sorted(worker_id for worker_id, is_told in told.items() if not is_told)
-                unreached = f" but {', '.join(missed)}" if missed else ""
-                raise InvalidRequestError("tenant", f"{problem}; all workers{unreached} drop what they may have of it")
+                later = f", {', '.join(missed)} when they register" if missed else ""
+                raise InvalidRequestError("tenant", f"{problem}; all workers drop what they may have of it{later}")
             return pb.ForgetTenantResponse(
                 workers=sorted(worker_id for worker_id, is_told in told.items() if is_told),
                 missed=sorted(worker_id for worker_id, is_told in told.items() if not is_told),

@@ -246,7 +246,7 @@ class Calls:
 
     def forget(self, tenant: str) -> Flow[tuple[list[str], list[str]]]:
         """Have all workers drop a tenant's KV: those that were told, and those that were not reached, which do so
-        before they serve again."""
+        when they register with the controller."""
         response = yield self._call(self._admin.ForgetTenant, pb.ForgetTenantRequest(tenant=tenant))
         return list(response.workers), list(response.missed)
 

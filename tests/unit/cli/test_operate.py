@@ -199,5 +199,5 @@ def test_forget_names_workers_that_are_told_later(monkeypatch: pytest.MonkeyPatc
     operate.run_forget("x:1", "a", Console(file=out))
     assert out.getvalue().splitlines() == [
         "2 workers drop what they keep of it",
-        "2 workers drop what they keep of it; before they serve again decode-0",
+        "2 workers drop what they keep of it; told when they register: decode-0",
     ]

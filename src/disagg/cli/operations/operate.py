@@ -86,11 +86,12 @@ def run_drain(
 
 
 def run_forget(address: str, tenant: str, console: Console) -> None:
-    """Have all workers drop the KV of a tenant, those that are not reached before they serve again."""
+    """Have all workers drop the KV of a tenant, those that are not reached when they register."""
     with open_client(address) as client:
         workers, missed = client.forget(tenant)
-    away = f"; before they serve again {', '.join(missed)}" if missed else ""
-    console.print(f"{len(workers)} workers drop what they keep of it{away}", highlight=False)
+    told = "1 worker drops what it keeps" if len(workers) == 1 else f"{len(workers)} workers drop what they keep"
+    later = f"; told when they register: {', '.join(missed)}" if missed else ""
+    console.print(f"{told} of it{later}", highlight=False)
 
 
 def wait_settled(
