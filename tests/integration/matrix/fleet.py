@@ -28,9 +28,10 @@ NUM_DECODE_BLOCKS = 96
 CHUNK_TOKENS, RESERVE_TOKENS = 64, 16
 REPORT_IDLE_S = 0.05
 _TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
-_SLOW_MS = {"prefill": 2000, "decode": 15, "plain": 0}
-"""How long each step waits: of decode workers always, so that one of many rows takes no longer than one of few and
-drafts are worth their rows; of prefill workers while one is to be killed in its step."""
+_SLOW_MS = {"prefill": 2000, "decode": 40, "plain": 0}
+"""How long each step waits: of decode workers always, so that answers last for what is done to them meanwhile, also on
+a busy machine, one of many rows takes no longer than one of few, and drafts are worth their rows; of prefill workers
+while one is to be killed in its step."""
 
 
 def worker_config(name: str, folder: Path, tp: int = 1, kv: KvCacheDtype = "auto") -> WorkerConfig:
