@@ -31,7 +31,7 @@ class Forgotten(msgspec.Struct, frozen=True, kw_only=True):
     """The notes, which are part of the desired state."""
 
     notes: tuple[Note, ...] = ()
-    """In the order of their numbers."""
+    """Tenants that were forgotten, by number."""
     latest: int = 0
     """Number of the latest note."""
     told: dict[WorkerId, int] = {}

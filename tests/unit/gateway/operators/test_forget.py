@@ -35,4 +35,6 @@ async def test_an_operator_is_told_that_a_controller_did_not_note_it() -> None:
 
 
 async def test_a_gateway_without_a_controller_has_no_other_workers() -> None:
-    await AdminService(FakeRouter(), audit=AUDIT)._note_forgotten("team-a")
+    router = FakeRouter()
+    await AdminService(router, audit=AUDIT)._note_forgotten("team-a")
+    assert router.forgotten == []
