@@ -27,11 +27,10 @@ from disagg.cluster.control.controller_link import call_controller
 from disagg.cluster.core import state_diff
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
-    GONE,
+    check_controller,
     controller_address,
     create_controller,
     end_controller,
-    find_controller,
     wait_for_answer,
 )
 from disagg.cluster.on_ray.joined import JoinedSession
@@ -153,8 +152,7 @@ class RayCluster(Cluster):
         try:
             return call_controller(self._controller_address, request, self._secret)
         except UnavailableError:
-            if find_controller() is None:
-                raise LaunchError(GONE) from None
+            check_controller()
             self._controller_address = controller_address() or self._controller_address
             raise
 

@@ -30,9 +30,6 @@ STOP_TIMEOUT_S: Final = 45.0
 own."""
 
 
-GONE: Final = "the controller is gone for good; Ray does not start it again"
-
-
 def find_controller() -> Any | None:
     """Find the controller's actor, unless Ray has given it up."""
     import ray
@@ -41,6 +38,12 @@ def find_controller() -> Any | None:
         return ray.get_actor(CONTROLLER, ray_store.NAMESPACE)
     except ValueError:
         return None
+
+
+def check_controller() -> None:
+    """Raises `LaunchError` when Ray has given up the controller's actor."""
+    if find_controller() is None:
+        raise LaunchError("the controller is gone for good; Ray does not start it again") from None
 
 
 def create_controller(settings: ControllerSettings, *, detached: bool) -> Any:

@@ -21,9 +21,9 @@ from disagg.cluster.control.plans import SavedState
 from disagg.cluster.core import state_diff
 from disagg.cluster.on_ray import store as ray_store
 from disagg.cluster.on_ray.controller_client import (
-    GONE,
     call_controller,
     changed_sizes,
+    check_controller,
     create_controller,
     end_controller,
     find_controller,
@@ -207,8 +207,7 @@ def latest_state(before: ControlState) -> ControlState:
     try:
         return _ask_state()
     except UnavailableError:
-        if find_controller() is None:
-            raise LaunchError(GONE) from None
+        check_controller()
         return before
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from disagg.cluster.core.state_diff import EMPTY_STATE
-from disagg.cluster.on_ray import detached
+from disagg.cluster.on_ray import controller_client, detached
 from disagg.cluster.on_ray.detached import latest_state, present, ready_on
 from disagg.cluster.system.children import LaunchError
 from disagg.proto.control import ControlReply, ControlRequest, ControlState, WorkerPhase, WorkerRecord
@@ -50,7 +50,7 @@ def test_whoever_waits_bears_a_controller_that_does_not_answer(monkeypatch: pyte
         return answer
 
     monkeypatch.setattr(detached, "call_controller", call_controller)
-    monkeypatch.setattr(detached, "find_controller", lambda: object() if is_there else None)
+    monkeypatch.setattr(controller_client, "find_controller", lambda: object() if is_there else None)
     before = ControlState(pools=(), gateways=(), workers=(record("d0", "starting", ""),))
     if not is_there:
         with pytest.raises(LaunchError, match=r"^the controller is gone for good; Ray does not start it again$"):
